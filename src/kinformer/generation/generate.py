@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
 import torch
@@ -73,7 +73,8 @@ def generate(
         raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
     with evaluating(model):
         batch, options = tokens.shape[0], {"stop": stop or (), "room": max_new_tokens, **sampling}
-        session = session_of(inference_copy(model, batch, max_new_tokens, weights), batch, draft, draft_length, options)
+        ready: Any = inference_copy(cast(nn.Module, model), batch, max_new_tokens, weights)
+        session = session_of(ready, batch, draft, draft_length, options)
         longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
         session.require(max_new_tokens, [longest] * session.batch)
         session.feed(tokens, valid)

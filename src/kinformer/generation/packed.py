@@ -181,7 +181,7 @@ def inference_copy(model: Model, rows: int, steps: int, weights: str | None = No
 def _shared_copy(model: Model) -> Model:
     """Return a copy of ``model`` with the same weights in memory, without gradients."""
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
-    return copy.deepcopy(model, shared).requires_grad_(False)  # type: ignore[arg-type]
+    return copy.deepcopy(model, shared).requires_grad_(False)
 
 
 # The step of a model from a package of machine code, in place of a recorded step.

@@ -247,7 +247,7 @@ def simplify(
     """
     tape, captured = tapes[0], list(tapes[0].captured)
     written = {_storage(tape, ref) for call in calls for ref in _writes(call)}
-    same: dict[object, Ref] = {Ref(second): Ref(first) for first, second in twins}
+    same: dict[Ref, Ref] = {Ref(second): Ref(first) for first, second in twins}
     earlier: dict[tuple[OpOverload, str], tuple[int, ...]] = {}
     shorter: list[Call] = []
     for call in calls:
@@ -625,14 +625,15 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
     leaves = _leaves(state)
     twins, first = _twins(leaves), taped.inputs - len(leaves)
     while True:
-        simple, captured, outputs = simplify(calls, tapes, refs, [(first + one, first + other) for one, other in twins])
-        after = outputs[-len(leaves) :]
-        stay = [(one, other) for one, other in twins if after[one] == after[other]]
+        pairs = [(first + one, first + other) for one, other in twins]
+        simple, captured, results = simplify(calls, tapes, refs, pairs)
+        last = results[-len(leaves) :]
+        stay = [(one, other) for one, other in twins if last[one] == last[other]]
         if stay == twins:
             break
         twins = stay
     try:
-        function = compile_calls(simple, taped.inputs, len(captured), outputs)
+        function = compile_calls(simple, taped.inputs, len(captured), results)
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]

@@ -101,7 +101,7 @@ class NarrowWeight(Tensor):
 
     @classmethod
     def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> NarrowWeight:
-        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))  # type: ignore[assignment]
+        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))
         made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
         made.by_fbgemm = uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
         return made
@@ -110,7 +110,7 @@ class NarrowWeight(Tensor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self._dtype
 
-    def is_floating_point(self) -> bool:  # type: ignore[override]
+    def is_floating_point(self) -> bool:
         return True
 
     def __deepcopy__(self, memo: object) -> NarrowWeight:
@@ -252,7 +252,7 @@ def _narrow(model: nn.Module, bits: int) -> None:
             if id(weight) not in made:
                 made[id(weight)] = NarrowWeight.of(weight, bits, id(weight) in tables)
             del module.weight
-            module.weight = made[id(weight)]  # type: ignore[assignment]
+            module.weight = made[id(weight)]
             # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
     model.requires_grad_(False).eval()
@@ -262,4 +262,4 @@ def _narrow(model: nn.Module, bits: int) -> None:
 def _refuse_training(model: Model, mode: bool = True) -> Model:
     if mode:
         raise KinformerError("this model has narrow weights, which cannot be trained; load it with weights of fp32.")
-    return nn.Module.train(model, False)  # type: ignore[return-value]
+    return nn.Module.train(model, False)
