@@ -5,9 +5,8 @@ import torch
 from torch.nn.functional import normalize, silu
 
 from kinformer.core.contract import Chunk
-from kinformer.kernels import householder
-from kinformer.kernels.householder import Tokens, householder_attention, reference
-from kinformer.mixers.path import PathAttention
+from kinformer.mixers import path
+from kinformer.mixers.path import PathAttention, Tokens, householder_attention
 from kinformer.parts.decays import LowRank, Sigmoid
 from kinformer.parts.projections import Convolved, Grouped
 from kinformer.runtime.errors import KinformerError
@@ -55,11 +54,29 @@ def test_parity_with_the_recurrence(decay):
     ids=["as published", "shared keys and forget gates", "without a convolution"],
 )
 def test_contract(monkeypatch, settings):
-    monkeypatch.setattr(householder, "BLOCK", 5)
+    monkeypatch.setattr(path, "BLOCK", 5)
     config = PathAttention.Config(**settings)
     subject = MixerSubject(lambda: config.build(DIM), dim=DIM, batch=2)
     for check in CHECKS:
         CHECKS[check](subject)
+
+
+def reference(tokens, past, v, sums):
+    """Every token multiplies all earlier keys by its matrix."""
+    keys, outputs = past, []
+    group = tokens.q.shape[1] // past.shape[1]
+    for t in range(tokens.q.shape[2]):
+        w, beta = tokens.w[:, :, t : t + 1], tokens.beta[:, :, t, None, None]
+        keys = torch.cat([keys - beta * (keys @ w.mT) @ w, tokens.k[:, :, t : t + 1]], dim=2)
+        scores = tokens.q[:, :, t : t + 1] @ keys.repeat_interleave(group, 1).mT
+        place = past.shape[2] + t
+        if sums is not None:
+            scores = scores + (sums[:, :, place : place + 1] - sums[:, :, : place + 1].mT).to(scores.dtype)
+        distance = place - torch.arange(place + 1, device=scores.device)
+        visible = distance <= tokens.positions[:, t, None]
+        weights = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
+        outputs.append(weights @ v[:, :, : place + 1].repeat_interleave(group, 1))
+    return torch.cat(outputs, dim=2), keys
 
 
 def test_blocks_of_any_size_are_the_reference(monkeypatch):
@@ -75,7 +92,7 @@ def test_blocks_of_any_size_are_the_reference(monkeypatch):
     for gates in (None, sums):
         expected = reference(tokens, past, v, gates)
         for block in (1, 3, 64):
-            monkeypatch.setattr(householder, "BLOCK", block)
+            monkeypatch.setattr(path, "BLOCK", block)
             torch.testing.assert_close(householder_attention(tokens, past, v, gates), expected)
 
 
@@ -92,14 +109,14 @@ def test_with_beta_0_it_is_softmax_attention_without_positions():
 
 def test_the_backward_pass_computes_scores_again(monkeypatch):
     """Memory between forward and backward holds no tensor of [time, time]."""
-    time = 4 * householder.BLOCK
+    time = 4 * path.BLOCK
     mixer, sizes = PathAttention.Config(num_heads=2).build(DIM), []
     x = torch.randn(1, time, DIM, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda saved: sizes.append(saved.numel()) or saved, lambda saved: saved
     ):
         y, _ = mixer(Chunk(x), mixer.initial_state(1))
-    assert max(sizes) < 2 * time * householder.BLOCK
+    assert max(sizes) < 2 * time * path.BLOCK
     y.sum().backward()
     assert x.grad.abs().sum() > 0
 
