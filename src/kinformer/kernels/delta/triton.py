@@ -24,17 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 from kinformer.kernels.delta.chunked import chunked
 from kinformer.kernels.linear.chunked import operand_dtype, product_dtype
 from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
-from kinformer.kernels.linear.triton import (
-    Cut,
-    between,
-    block_flops,
-    block_size,
-    factors,
-    fold,
-    product,
-    side,
-    tile,
-)
+from kinformer.kernels.linear.triton import Cut, between, block_flops, block_size, factors, fold, product, side, tile
 from kinformer.runtime.autograd import Context, check_reverse, first_order
 
 _Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -38,13 +38,7 @@ from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.depths import Exited, noting_exits, saved
 from kinformer.lab.tasks.evaluation import LoadedRun, Write, part_of
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
-from kinformer.lab.tasks.texts import (
-    check_ids,
-    check_long_enough,
-    tell_untrained,
-    tokenizer_of,
-    vocab_size_of,
-)
+from kinformer.lab.tasks.texts import check_ids, check_long_enough, tell_untrained, tokenizer_of, vocab_size_of
 from kinformer.lab.training import cross_entropy
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_BYTE

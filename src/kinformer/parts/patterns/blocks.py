@@ -14,15 +14,7 @@ from torch import Tensor
 
 from kinformer.core.parts import PatternConfig
 from kinformer.core.pattern import ALL, NONE, SOME, Boxes, Cover, Ints, Numbers, Pattern, Raster, check_blocks
-from kinformer.parts.patterns.sequence import (
-    Blocks,
-    Causal,
-    ChosenBlocks,
-    Full,
-    Unsized,
-    by_query_block,
-    per_head,
-)
+from kinformer.parts.patterns.sequence import Blocks, Causal, ChosenBlocks, Full, Unsized, by_query_block, per_head
 from kinformer.runtime.errors import KinformerError, plural
 
 # Random blocks (Zaheer et al. 2020, Big Bird, section 2): every block of queries sees a few others, drawn once.
