@@ -21,7 +21,7 @@ def _windows(depth: int, phase: int) -> list[int]:
     return [min(2 ** (5 + round(8 * layer / (depth - 1)) + phase), LONGEST_WINDOW) for layer in range(depth)]
 
 
-def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recipe:
+def _longformer_decoder(depth: int, dilations: tuple[int, ...], dropout: float) -> Recipe:
     """Return Longformer's language model of characters (Beltagy et al. 2020, section 4 and table 12) after its last
     phase; ``dilations``: the lowest layers from which two heads see every second, every third and every fourth
     token."""
@@ -35,8 +35,8 @@ def _longformer(depth: int, dilations: tuple[int, ...], dropout: float) -> Recip
 
 
 def _phases(depth: int, steps: tuple[int, ...]) -> dict[str, object]:
-    """Return the training of :func:`_longformer` in five phases (table 12): windows and rows twice as long in each,
-    half the learning rate, which rises again over a tenth of the phase, for 10,000 steps at most."""
+    """Return the training of :func:`_longformer_decoder` in five phases (table 12): windows and rows twice as
+    long in each, half the learning rate, which rises again over a tenth of the phase, for 10,000 steps at most."""
     lengths, rows = (2048, 4096, 8192, 16384, 23040), (32, 32, 16, 16, 16)
     stages: list[dict[str, object]] = []
     for phase, (count, length, batch) in enumerate(zip(steps, lengths, rows, strict=True)):
@@ -99,8 +99,8 @@ LOCAL = Member(
             },
             vocab_size=32000,
         ),
-        "paper-longformer": _longformer(12, (6, 8, 10), 0.2),
-        "paper-longformer-large": _longformer(30, (15, 20, 25), 0.4),
+        "paper-longformer": _longformer_decoder(12, (6, 8, 10), 0.2),
+        "paper-longformer-large": _longformer_decoder(30, (15, 20, 25), 0.4),
     },
 )
 

@@ -215,6 +215,7 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         heads, keys = householder_attention(tokens, state.cache.k, every, sums)
 
         before = state.cache.k.shape[2]
+        # Behind the chunk the state holds earlier keys as they are now, and the chunk's own.
         past.state = state.cache._replace(k=keys[:, :, :before])
         cache = past.remember((keys[:, :, before:], v, of_state), None).state
         y = written(self.out, None, probe("outputs", merge_heads(heads)), chunk, output_mask)

@@ -298,6 +298,7 @@ class Favor(FeatureMap, Resampled):
         x = k.to(state_dtype(k.dtype))
         # |x'|^2 / 2 with x' = x / head_dim^(1/4)
         square = x.square().sum(-1) / (2 * width_of(k) ** 0.5)
+        # The trigonometric form multiplies by exp(|x'|^2 / 2), the positive form by exp(-|x'|^2 / 2).
         return features, square if largest is None else largest - square
 
     def _features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

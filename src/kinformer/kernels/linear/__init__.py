@@ -34,7 +34,7 @@ from kinformer.runtime.errors import KinformerError
 
 # Linear attention as a recurrence, token by token: the truth that the fast kernels are held to.
 #
-# S <- a S + k v^T,   z <- a z + k,   out = q^T S / (q . z + eps)
+# S <- diag(a) S + k v^T,   z <- a z + k,   out = q^T S / (q . z + eps)      a: a number a head, or one a feature (GLA)
 
 
 def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

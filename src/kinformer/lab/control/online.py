@@ -347,9 +347,13 @@ class ControlRows(DataModule):
 
 
 class PolicyLoss:
-    """- min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H, the mean over steps. r is the density of
-    an action divided by its density when it was drawn, A its advantage, V the value, R the return, and H the policy's
-    entropy. The divergence is estimated as the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``."""
+    """The loss of PPO (Schulman et al. 2017, equation 9): the mean over steps of
+
+        - min(r A, clip(r) A) + value_weight (V - R)^2 / 2 - entropy_weight H
+
+    r is the density of an action divided by its density when it was drawn, clip(r) lies between 1 - clip_ratio and 1 +
+    clip_ratio, A is the advantage, V the value, R the return, H the policy's entropy. The divergence is estimated as
+    the mean of (r - 1) - log r (Schulman 2020) and added to ``shift``."""
 
     def __init__(self, options: ControlOptions, shift: PolicyShift) -> None:
         self.options, self.shift = options, shift

@@ -1,7 +1,7 @@
 """Masking some tokens of a text for a model to predict (Devlin et al. 2019, BERT, section 3.1).
 
 The share ``share`` of the tokens of every row is chosen. 80 % of the chosen tokens become the mask token, 10 % become
-another token drawn at random, and 10 % stay unchanged. With whole words, the tokens of one word are chosen together.
+a token drawn at random, and 10 % stay unchanged. With whole words, the tokens of one word are chosen together.
 
 All draws are hashes of a key that the caller gives for each row: they do not depend on the other rows of a batch.
 """

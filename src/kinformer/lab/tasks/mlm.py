@@ -154,7 +154,7 @@ class MaskedLanguage:
 
 
 def masked_tokens(model: WholeModel, hidden_states: Tensor, batch: MaskedBatch) -> ObjectiveOutput:
-    """Return the score of the predictions from ``hidden_states`` [batch, time, dim] at ``batch.positions``."""
+    """Return the cross-entropy of the predictions from ``hidden_states`` [batch, time, dim] at ``batch.positions``."""
     return scored(masked_logits(model, hidden_states, batch), batch.labels)
 
 

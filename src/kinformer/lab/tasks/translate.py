@@ -545,7 +545,8 @@ class Scores(NamedTuple):
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """Return BLEU and chrF, one reference a line, by the package sacrebleu (Post 2018); raise where it is missing."""
+    """Return BLEU and chrF, one reference a line, by the package sacrebleu (Post 2018) and its tokenization 13a;
+    raise where the package is missing."""
     try:
         from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
         from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
