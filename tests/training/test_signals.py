@@ -64,15 +64,15 @@ def test_a_signal_before_the_first_step_leaves_no_folder(
         training.train(options, quiet=True)
     assert not out.exists() and signal.getsignal(number) == handler
     out.mkdir()
-    (out / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit), training.clearing(out):
         (out / "config.json").write_text("{}")
+        (out / "notes.txt").write_text("mine")
         raise SystemExit
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
-    (out / "config.json").write_text("{}")
-    with pytest.raises(SystemExit), training.clearing(out):  # a run that was there before
+    (out / "texts").write_text("mine")
+    with pytest.raises(SystemExit), training.clearing(out):  # a folder with files, which the plan would refuse
         raise SystemExit
-    assert (out / "config.json").exists()
+    assert (out / "texts").exists()
 
 
 def test_a_closing_terminal_may_say_so_twice_and_nohup_keeps_the_run() -> None:

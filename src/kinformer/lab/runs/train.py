@@ -168,7 +168,7 @@ def clearing(folder: Path) -> Iterator[None]:
     def end(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    new = not (folder / CONFIG).exists()
+    new = not any(folder.iterdir())  # else a file that bears one of our names may be the user's
     numbers = {*distributed.heeded()} - {signal.SIGINT} if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, end) for number in numbers}
     try:
