@@ -93,10 +93,10 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         options = replace(options, data=data)
         if (report := evaluate_datastore(runs, options, options_of_task[0], quiet)) is not None:
             return report
-        report = _measure_all(runs, options, options_of_task, quiet)
-        if options.weights == "fp32":
-            return report
         wide = _measure_all(runs, replace(options, weights="fp32"), options_of_task, quiet)
+        if options.weights == "fp32":
+            return wide
+        report = _measure_all(runs, options, options_of_task, quiet)  # last: its files, as of predictions, stay
         pairs = zip(report.evaluations, wide.evaluations, strict=True)
         return replace(report, evaluations=[_beside(item, other, options.weights) for item, other in pairs])
 
