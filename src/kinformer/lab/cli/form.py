@@ -361,12 +361,13 @@ def parse(
 
 def _without_unused_groups(form: type, arguments: Sequence[str]) -> type:
     """Return ``form`` without the groups of tasks' options that ``arguments`` do not name. The parser needs most of its
-    time for them."""
+    time for them. An unknown name leaves all groups, among which the parser finds what it may mean."""
     names = {argument[2:].partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
+    unknown = names - flags(form).keys()
     entries = [
         Entry(item.name, item.type, copy(item))
         for item in fields(form)
-        if not item.name.endswith("_task") or names & _flags_of(item).keys()
+        if unknown or not item.name.endswith("_task") or names & _flags_of(item).keys()
     ]
     return make_dataclass(form.__name__, entries, frozen=True, kw_only=True)
 
