@@ -204,7 +204,7 @@ def export(
     if choose(format, ("hf", *FORMATS), "format") != "hf":
         usual = {"dtype": (dtype, "float32"), "max_shard_size": (max_shard_size, "5GB")}
         if changed := [name for name, (value, default) in usual.items() if value != default]:
-            raise KinformerError(f"{marked(changed[0])}: is for `format` hf; a graph is one file of float32.")
+            raise KinformerError(f"{marked(changed[0])}: is for `format` hf; omit it: a graph is one file of float32.")
         return export_graph(_exportable(folder), Path(out), format, announce)
     if dtype not in DTYPES:
         raise KinformerError(f"`dtype` {dtype!r}: is not a type of exported weights; {nearest(str(dtype), DTYPES)}")

@@ -127,7 +127,7 @@ def _check_prompts(prompts: JsonObject, place: Path) -> None:
     for name, values, kind in (("prefix", prompts.get("prefix", ()), int), ("special_tokens", special.values(), str)):
         if not all(type(value) is kind for value in values):
             expected = "a list of whole numbers" if kind is int else "a table of texts"
-            raise KinformerError(f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore it.")
+            raise KinformerError(f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore a copy.")
 
 
 def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:

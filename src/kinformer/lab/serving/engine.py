@@ -603,7 +603,7 @@ class Engine:
         return ended
 
 
-_NOT_FINITE = "the model's predictions are not finite numbers; its weights are damaged, diverged, or need a wider type."
+_NOT_FINITE = "the model's predictions are not finite numbers; its weights are damaged, diverged, or need fp32."
 
 
 def _indices(tokens: Sequence[int] | np.ndarray, logits: Tensor) -> Tensor:
