@@ -203,7 +203,7 @@ class Checkpoints:
     def read(
         self, step: int, group: Group | None = None, required: frozenset[str] = _NEEDED, verified: bool = True
     ) -> Checkpoint:
-        """Return the checkpoint of step ``step`` with the groups ``required``; only if ``verified`` shards are read."""
+        """Return the checkpoint of step ``step`` with the groups ``required``; ``verified``: by all bytes of shards."""
         folder = self.path(step)
         with reading(folder / PLAN):
             plan = read_json(folder / PLAN)

@@ -152,7 +152,7 @@ class EventFile:
 
 
 class Log:
-    """The log of a run folder, to which records are appended. A resumed run drops the records after its first step."""
+    """The log of a run folder, to which records are appended. A resumed run drops those after its checkpoint."""
 
     def __init__(self, folder: Path, resumed: int) -> None:
         path = folder / METRICS

@@ -289,7 +289,7 @@ class Optimiser:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
-        """Return the norm of all gradients, a scalar; they are scaled down to ``largest`` unless it is 0."""
+        """Return the norm of all gradients; they are scaled down to ``largest`` unless it is 0 or ``clips_itself``."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = gathered(nn.utils.get_total_norm(gradients))
         if largest and not self.clips_itself:
