@@ -124,9 +124,8 @@ class Machine(Checked):
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         kind = self.device.split(":")[0]
-        reason = {"mps": "lacks float64, which positions need", "meta": "does not hold values to compute with"}.get(
-            kind
-        )
+        lacking = {"mps": "lacks float64, which positions need", "meta": "does not hold values to compute with"}
+        reason = lacking.get(kind)
         if kind == "cuda" and not torch.cuda.is_available():
             reason = "there is no GPU that PyTorch can use here"
         if reason is not None:

@@ -143,7 +143,7 @@ class Job:
 
     def _require_size(self, request: Request) -> None:
         """Raise if the answer with ``request`` may become too large; the new tokens of a stream do not count."""
-        tokens = len(request.tokens) * self.body.echo + request.max_new_tokens * (not self.body.stream)
+        tokens = (len(request.tokens) if self.body.echo else 0) + (0 if self.body.stream else request.max_new_tokens)
         self._values += request.copies * tokens * (1 + (request.logprobs or 0))
         if self._values > MOST_VALUES:
             raise KinformerError(
