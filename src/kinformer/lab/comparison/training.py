@@ -154,7 +154,8 @@ def _count_attempt(cache: Cache, key: str, folder: Path) -> None:
     before = cache.get("attempts", key) or 0
     if before >= ATTEMPTS:
         cache.path("attempts", key).unlink()
-        raise KinformerError(f"its process ended {before} times before its first checkpoint; choose smaller sizes.")
+        what = f"its process ended {before} times before its first checkpoint, as when memory is short"
+        raise KinformerError(f"{what}; choose smaller sizes.")
     cache.put("attempts", key, before + 1)
 
 
