@@ -396,9 +396,9 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
 
 def _orientation(image: Any, path: Path) -> Any:
     """Return how a camera held the picture, by its EXIF, without decoding rows, as PNG's own method does first."""
-    found = [chunk for name, chunk in _chunks(path) if name == b"eXIf"] if image.format == "PNG" else []
-    if found:
-        image.info["exif"] = b"Exif\0\0" + found[0]
+    exif = [chunk for name, chunk in _chunks(path) if name == b"eXIf"] if image.format == "PNG" else []
+    if exif:
+        image.info["exif"] = b"Exif\0\0" + exif[0]
     return require_pillow(path).Image.getexif(image).get(_ORIENTATION, 1)
 
 
