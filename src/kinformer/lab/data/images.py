@@ -509,7 +509,7 @@ def _neighbours(train: np.ndarray, held_out: np.ndarray, factor: int | None = No
 
 
 def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
-    """Return the number of every value's context, int64 of the shape of ``images``."""
+    """Return the number of each value's context, int64 like ``images``; with ``factor``, its block's mean is known."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
     left, upper_left, upper, upper_right = (

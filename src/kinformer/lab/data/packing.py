@@ -362,7 +362,7 @@ class Documents:
         return {"documents": self.read, **state}
 
     def piece(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]] | None:
-        """Return the next documents (split, that one begins, and bytes), of ``shard_bytes`` or more; or None."""
+        """Return the next documents (split, that one begins, bytes), of ``shard_bytes`` or more; None at the end."""
         texts = self._texts(packing)
         first = next(texts, None)
         return None if first is None else chain([first], texts)
