@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ class Again:
         for row in self.rows:
             self.read += 1
             yield row
+
+
+class Coded:
+    """Rows whose files need a package that is missing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(import_module, ["a_missing_codec"])
 
 
 @pytest.fixture
@@ -117,6 +125,7 @@ def test_streams_that_cannot_be_packed(tmp_path: Path) -> None:
         ({"train": ROWS, "test": ROWS}, "the dict has several splits .train, test.; give one"),
         ([3], "document 1: does not have text in the field 'text'"),
         ([], "the list: does not hold text to train on"),
+        (Coded(), "the Coded: cannot be read .ModuleNotFoundError: No module named .a_missing_codec"),
     ):
         with pytest.raises(KinformerError, match=told):
             kinformer.pack(data, tmp_path / "out")

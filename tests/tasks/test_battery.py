@@ -1,5 +1,6 @@
 """Every task of the library passes the battery of tasks, and tasks that break a law are caught."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -245,3 +246,9 @@ def test_a_broken_law_is_caught(toy, task, check, message):
     with pytest.raises(ContractError, match=message) as error:
         verify_task(task, **TOY)
     assert error.value.check == check
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_record_goes_to_other_processes(name):
+    """A run that several processes train is sent to them as a pickle, and holds the record of its task."""
+    assert pickle.loads(pickle.dumps(TASKS[name])).title == TASKS[name].title

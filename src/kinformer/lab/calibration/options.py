@@ -63,13 +63,9 @@ class CalibrateOptions(Machine):
     seed: int = 0
     """The seed by which samples are drawn."""
 
-    LEAST = dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"), 1) | {
-        "thresholds": 2,
-        "search": 1,
-        "first": 2,
-        "tolerance": 0,
-        "seed": 0,
-    }
+    LEAST = {"first": 2, "tolerance": 0, "seed": 0} | dict.fromkeys(
+        ("prompts", "prompt_tokens", "new_tokens", "beam", "batch_size"), 1
+    )
     SHARES = {"risk": "(0, 1)", "confidence": "(0, 1)"}
 
     def __post_init__(self) -> None:
@@ -78,16 +74,8 @@ class CalibrateOptions(Machine):
         require_above("decay_tokens", self.decay_tokens, 0)
         self.layers()
         super().__post_init__()
-        shared = {
-            "search",
-            "after",
-            "tolerance",
-            "first",
-            "split",
-            "data",
-            "seed",
-            *(item.name for item in fields(Machine)),
-        }
+        shared = {"search", "after", "tolerance", "first", "split", "data", "seed"}
+        shared |= {item.name for item in fields(Machine)}
         for field in fields(CalibrateOptions) if self.search is not None else ():
             if field.name not in shared and getattr(self, field.name) != field.default:
                 raise KinformerError(

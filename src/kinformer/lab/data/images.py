@@ -232,7 +232,8 @@ def _role(name: str) -> tuple[str, str] | None:
     return None if what is None else (split, what)
 
 
-# A check that a PNG holds all of its rows, since Pillow decodes one whose data end early as if the rest were black.
+# The chunks of a PNG: a check that it holds all of its rows, since Pillow decodes one whose data end early as if the
+# rest were black, and its EXIF, which may stand behind the rows.
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
@@ -242,19 +243,21 @@ _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), 
 """First column and row of each pass of an interlaced picture, and the steps to the next."""
 
 
+def _chunks(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the names and contents of the chunks of a PNG; none of other files."""
+    data, at = path.read_bytes(), len(SIGNATURE)
+    while data.startswith(SIGNATURE) and len(head := data[at : at + 8]) == 8:
+        length, name = struct.unpack(">I4s", head)
+        yield name, data[at + 8 : at + 8 + length]
+        at += length + 12
+
+
 def require_rows(path: Path) -> None:
     """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``KinformerError``
     for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format after its head."""
-    data = path.read_bytes()
-    at, rows, expected = len(SIGNATURE), b"", 0
-    while data.startswith(SIGNATURE) and len(head := data[at : at + 8]) == 8:
-        length, name = struct.unpack(">I4s", head)
-        chunk = data[at + 8 : at + 8 + length]
-        if name == b"IHDR":
-            expected = _bytes(*struct.unpack(">IIBBBBB", chunk))
-        elif name == b"IDAT":
-            rows += chunk
-        at += length + 12
+    chunks = list(_chunks(path))
+    expected = next((_bytes(*struct.unpack(">IIBBBBB", chunk[:13])) for name, chunk in chunks if name == b"IHDR"), 0)
+    rows = b"".join(chunk for name, chunk in chunks if name == b"IDAT")
     present = len(zlib.decompressobj().decompress(rows, expected)) if expected else 0
     if present < expected:
         raise KinformerError(f"{path}: holds {present} of the {plural(expected, 'byte')} of its rows; replace it.")
@@ -286,13 +289,8 @@ MOST_PIXELS = 1 << 26
 _GREY, _DEEP = {"1", "L", "LA", "La"}, {"I;16", "I;16B"}
 _COLOUR = {"RGB", "RGBA", "RGBa", "RGBX", "P", "PA", "CMYK", "YCbCr"}
 _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
-_TURNS = dict(
-    zip(
-        range(2, 9),
-        ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
-        strict=True,
-    )
-)
+_TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"}
+_TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 """How a picture of each orientation is made upright."""
 
 
@@ -368,7 +366,7 @@ def read_head(path: Path) -> Head:
             raise KinformerError(f"{path}: has {width} x {height} pixels, more than {MOST_PIXELS}; scale it down.")
         if image.mode not in _GREY | _COLOUR | _DEEP:
             raise KinformerError(f"{path}: has pixels of the mode {image.mode}; save it as RGB or grey of 8 bits.")
-        turned = image.getexif().get(_ORIENTATION) in _TURNED
+        turned = _orientation(image, path) in _TURNED
         transparent = image.has_transparency_data
         return Head(*((height, width) if turned else (width, height)), image.mode, transparent, turned)
 
@@ -378,7 +376,7 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     Image = require_pillow(path)
     height, width, channels = shape
     with _decoding(path), Image.open(path, formats=("PNG", "JPEG")) as file:
-        turn = _TURNS.get(file.getexif().get(_ORIENTATION, 1))
+        turn = _TURNS.get(_orientation(file, path))
         image = file if turn is None else file.transpose(Image.Transpose[turn])
         if image.mode in _DEEP:
             image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
@@ -394,6 +392,14 @@ def decode(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
             middle = image.crop((left, top, left + across, top + down))
             image = middle.resize((width, height), Image.Resampling.BICUBIC)
         return np.array(image, np.uint8).reshape(shape)
+
+
+def _orientation(image: Any, path: Path) -> Any:
+    """Return how a camera held the picture, by its EXIF, without decoding rows, as PNG's own method does first."""
+    exif = [chunk for name, chunk in _chunks(path) if name == b"eXIf"] if image.format == "PNG" else []
+    if exif:
+        image.info["exif"] = b"Exif\0\0" + exif[0]
+    return require_pillow(path).Image.getexif(image).get(_ORIENTATION, 1)
 
 
 def write_png(path: Path, pixels: np.ndarray) -> None:
@@ -503,7 +509,7 @@ def _neighbours(train: np.ndarray, held_out: np.ndarray, factor: int | None = No
 
 
 def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
-    """Return the number of every value's context, int64 of the shape of ``images``."""
+    """Return the number of each value's context, int64 like ``images``; with ``factor``, its block's mean is known."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
     left, upper_left, upper, upper_right = (

@@ -75,7 +75,7 @@ class Recall:
     def rows(
         self, split: str, part: int, count: int, length: int, seed: int = 0, pairs: tuple[int, ...] | None = None
     ) -> RecallRows:
-        """Return ``count`` rows of ``length`` tokens, as ``split``, ``seed`` and ``part`` decide."""
+        """Return ``count`` rows of ``length`` tokens by ``split``, ``seed`` and ``part``, with ``pairs`` if given."""
         self.check(length, pairs)
         draw = np.random.default_rng([SPLITS.index(split), seed, part])
         pair_counts = draw.choice(self.pairs if pairs is None else pairs, count)

@@ -20,7 +20,7 @@ _MOST = 7
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The sorted n-grams of one order (8 bits a byte, oldest highest), their contexts, and the counts of both."""
+    """Sorted n-grams of one order (8 bits a byte, oldest highest) and contexts, counts of both, and ``followers``."""
 
     grams: np.ndarray
     counts: np.ndarray

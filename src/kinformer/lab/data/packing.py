@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
@@ -51,7 +51,6 @@ from kinformer.runtime.files import (
     absolute,
     locked,
     read_json,
-    reading,
     require_file,
     require_signature,
     sha256_of,
@@ -317,9 +316,17 @@ def _hub(place: str) -> Iterable[object]:
         return datasets.load_dataset(*names, split=split, streaming=True)
 
 
-def _reading(place: str) -> AbstractContextManager[None]:
+@contextmanager
+def _reading(place: str) -> Iterator[None]:
     """Report in one sentence why a stream broke, whatever the error of the library that serves it."""
-    return reading(place, "cannot be read", "repeat the call to continue behind the last shard")
+    try:
+        yield
+    except KinformerError:
+        raise
+    except Exception as error:  # also the ImportError of a codec, which ``reading`` lets pass
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        remedy = "repeat the call to continue behind the last shard"
+        raise KinformerError(f"{place}: cannot be read ({reason}); {remedy}.") from error
 
 
 class Documents:
@@ -355,7 +362,7 @@ class Documents:
         return {"documents": self.read, **state}
 
     def piece(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]] | None:
-        """Return the next documents (split, that one begins, and bytes), of ``shard_bytes`` or more; or None."""
+        """Return the next documents (split, that one begins, bytes), of ``shard_bytes`` or more; None at the end."""
         texts = self._texts(packing)
         first = next(texts, None)
         return None if first is None else chain([first], texts)

@@ -595,8 +595,8 @@ class Utterances(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SoundOptions:
     """The options of recordings: ``units`` (characters or labels; None as they fit the data), ``join`` (how many clips
-    make an utterance, least and most), ``rate`` of sampling (None: the rate of most clips). Of the test
-    are the clips of one ``speaker``, or of names that match ``pattern``; else a ``share`` is held out."""
+    make an utterance, least and most), ``rate`` of sampling (None: the rate of most clips). The test has the clips of
+    one ``speaker``, or whose names match ``pattern``; missing splits take a ``share`` of the rest (None: 5 %)."""
 
     units: str | None = None
     join: tuple[int, int] | None = None

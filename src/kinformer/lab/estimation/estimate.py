@@ -447,7 +447,7 @@ def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtyp
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
-    """Return the rows in the order of the model, one for equal layers; work between parts and the loss come last."""
+    """Return the rows in the order of the model, one for equal layers; the rest and the loss come last."""
     keys = layer_keys(config)
     kinds = list(dict.fromkeys(keys))
     group_of = {index: kinds.index(key) for index, key in enumerate(keys)}

@@ -101,7 +101,7 @@ def sweep(
 
 
 def _scores(model_log_probs: Tensor, neighbours: Neighbours, targets: Tensor, grid: Grid) -> Tensor:
-    """Return summed nats [weights, temperatures, neighbours] of ``targets`` [n], by ``model_log_probs`` [n] too."""
+    """Return summed nats [weights, temperatures, neighbours] of ``targets`` [n]; ``model_log_probs`` are [n]."""
     distances = neighbours.distances.double()
     finite = distances[:, :1].isfinite()
     rise = torch.where(finite, distances - distances[:, :1], torch.inf)

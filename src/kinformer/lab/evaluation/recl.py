@@ -43,7 +43,7 @@ class Recl:
 
 
 def relative_gains(losses: Losses, hardest: float) -> Losses:
-    """Return g_i from each context to the next, [models, contexts - 1]; ``losses`` [models, contexts, tokens]."""
+    """Return g_i between contexts, [models, contexts - 1], of ``losses`` in nats [models, contexts, tokens]."""
     gains = np.empty((losses.shape[0], losses.shape[1] - 1))
     count = max(1, round(hardest * losses.shape[2]))
     for step in range(gains.shape[1]):

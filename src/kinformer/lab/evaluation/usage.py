@@ -44,8 +44,8 @@ class Usages:
             name: table.size if isinstance(table, Selection) else table.num_embeddings
             for name, table in self.tables.items()
         }
-        zeros = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device_of(model))
-        self.weights = {name: zeros[:size].clone() for name, size in sizes.items()}
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device_of(model))
+        self.weights = {name: zeros(size) for name, size in sizes.items()}
 
     def note(self, name: str, _: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
         """Add the look-ups of a table: its ``inputs`` are slots and their weights, of equal shapes."""

@@ -187,19 +187,11 @@ def evaluate(
         require_finite(isfinite(nats))
         difficulty = {} if deep is None else {f"by_{name}": rows for name, rows in deep.rows.items()}
         return {
-            "digits": digits,
-            "trained": data.least <= digits <= data.most,
-            "problems": options.problems,
-            "solved": done,
-            "sequence_accuracy": done / options.problems,
-            "tokens": tokens,
-            "correct": right,
-            "accuracy": right / tokens,
-            "guessing": int(counts.max()) / tokens,
-            "nats": nats,
-            **({} if deep is None else {deep.depths.metric.name: deep.mean}),
-            **difficulty,
-        }
+            "digits": digits, "trained": data.least <= digits <= data.most, "problems": options.problems,
+            "solved": done, "sequence_accuracy": done / options.problems, "tokens": tokens, "correct": right,
+            "accuracy": right / tokens, "guessing": int(counts.max()) / tokens, "nats": nats,
+            **({} if deep is None else {deep.depths.metric.name: deep.mean}), **difficulty,
+        }  # fmt: skip
 
     lengths = _lengths(model, data, options.digits_to_measure)
     with options.writing_predictions() as write, torch.inference_mode(), noting_depths(model) as depths:

@@ -102,7 +102,7 @@ def _box(features: Tensor, size: Grid, generator: Generator | None) -> Tensor:
 
 
 def _recoloured(x: Tensor, generator: Generator | None) -> Tensor:
-    """Change brightness and contrast by 40 %, saturation by 20 % in 80 % of images; drop the colour in 20 %."""
+    """Change brightness and contrast by up to 40 %, saturation by up to 20 %, in 80 % of images; make 20 % grey."""
     changed = (x * _factor(x, 0.4, generator)).clamp(0, 1)
     mean = changed.mean((1, 2, 3), keepdim=True)
     changed = (mean + _factor(x, 0.4, generator) * (changed - mean)).clamp(0, 1)

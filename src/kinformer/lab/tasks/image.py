@@ -67,7 +67,7 @@ _BLOCKS = ("block_height", "block_width")
 
 
 def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> dict[str, object]:
-    """Return the changes of ``config`` to a model that draws the images of ``data``, without positions of text."""
+    """Return the changes of ``config`` to a model of images of ``shape`` (height, width, channels; None: not known)."""
     patterns = patterns_of(config.layers)
     if config.input.kind == INPUT:
         input_changes = to_dict(config.input)

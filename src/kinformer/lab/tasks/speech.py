@@ -543,7 +543,7 @@ class Transcribed:
 
 
 class Listener:
-    """A model that reads sound of ``rate`` piece by piece: a causal one writes at once, an encoder at the end."""
+    """A model that reads sound of ``rate`` samples a second: a causal one writes at once, others at the end."""
 
     def __init__(self, model: StackedCausalModel | StackedWholeModel, rate: int, heard_rate: int) -> None:
         self.model: Any = model  # called as its protocol says

@@ -1,12 +1,14 @@
 """The one table of tasks, each a record. The trainer, the command line and the Python functions read it.
 
-A record names its functions as ``"page:function"``, where a page is a module beside this file (``task.py``).
+A record names its functions as ``"page:function"``, where a page is a module beside this file (``task.py``). Processes
+that train together get a run, and so the record of its task, as a pickle: a lambda in it would break them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from kinformer.core.model import PROTOCOLS, CausalModel, SourceModel, WholeModel
@@ -47,6 +49,16 @@ def implement(page: str, functions: str) -> dict[str, Any]:
 def needs_of(default: str, refused: str, why: str) -> DataNeeds:
     """Return the needs of a task with the ``default`` data, for which the options ``refused`` mean nothing."""
     return DataNeeds(default=default, refused=refuse(refused, why))
+
+
+def described(source: Any, options: Any, cache: Any = None) -> Any:
+    """Return the data that the ``options`` of a task describe."""
+    return options.data
+
+
+def environment(source: Any, options: Any, cache: Any = None) -> Any:
+    """Return the data of the environment that ``options`` name."""
+    return acting.open_environment(options, "env" in source.by_user)
 
 
 READS_WHOLE_TEXTS = "it reads whole texts and continues none; give a run of next-token."
@@ -143,7 +155,7 @@ RECORDS = (
         Options=options.NextTokenOptions,
         EvaluationOptions=options.NextTokenEvaluationOptions,
         **implement("texts", "open=open_text embed=embed_texts"),
-        vocab_size=lambda data: data.tokenizer.vocab_size,
+        vocab_size=attrgetter("tokenizer.vocab_size"),
         **implement("next_token", "check data_module=training_rows generate=continue_text"),
         **implement("next_token_evaluation", "evaluate samples=TextSamples"),
     ),
@@ -173,7 +185,7 @@ RECORDS = (
         Options=options.InstructOptions,
         generate="next_token:continue_text",
         embed="texts:embed_texts",
-        vocab_size=lambda data: data.vocab_size,
+        vocab_size=attrgetter("vocab_size"),
         **implement("instruct", "check tell open=open_conversations data_module=InstructRows measure=evaluate"),
     ),
     Task(
@@ -203,8 +215,8 @@ RECORDS = (
         advice="give more `steps`, fewer `pairs` or `symbols`, or `lr` 0.003",
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
-        open=lambda source, options, cache=None: options.data,
-        vocab_size=lambda data: data.symbols,
+        open=described,
+        vocab_size=attrgetter("symbols"),
         **implement("recall", "row_lengths check generate predict data_module=RecallData measure=evaluate"),
     ),
     Task(
@@ -228,7 +240,7 @@ RECORDS = (
         advice="give more `steps`, fewer `digits`, or `lr` 0.003",
         Options=options.AlgorithmOptions,
         EvaluationOptions=options.AlgorithmEvaluationOptions,
-        open=lambda source, options, cache=None: options.data,
+        open=described,
         **implement("algorithm", "vocab_size check generate predict data_module=AlgorithmModule measure=evaluate"),
     ),
     Task(
@@ -331,7 +343,7 @@ RECORDS = (
         Options=acting.ControlOptions,
         EvaluationOptions=acting.ControlEvaluationOptions,
         GenerationOptions=acting.ControlGenerationOptions,
-        open=lambda source, options, cache=None: acting.open_environment(options, "env" in source.by_user),
+        open=environment,
         **implement(
             "control",
             "predict fit=fitted check=check_plan data_module=training_rows measure=evaluate generate=play_episode",
