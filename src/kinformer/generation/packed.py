@@ -129,9 +129,8 @@ def _is_tall(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether ``module`` is a product whose weight may get another layout."""
-    if not isinstance(module, nn.Linear) or isinstance(module, UnpackedLinear) or not is_plain(module):
-        return False
-    return "weight" in module._parameters  # narrow weights have a layout already
+    plain = isinstance(module, nn.Linear) and not isinstance(module, UnpackedLinear) and is_plain(module)
+    return plain and "weight" in module._parameters  # narrow weights have a layout already
 
 
 def _least(model: nn.Module, rows: int) -> int:

@@ -203,12 +203,9 @@ _MOST = 63
 """The largest number of 7 bits. With 8 bits, FBGEMM's sums of two products would exceed 16 bits."""
 _LEAST = 1e-30
 
+_NAMES = "shape device ndim layout requires_grad is_leaf is_meta is_sparse is_nested is_cpu is_cuda grad_fn _version"
 _FACTS: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "device", "ndim", "layout", "requires_grad", "is_leaf")),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_meta", "is_sparse", "is_nested", "is_cpu", "is_cuda", "grad_fn", "_version")
-    ),
+    *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference")),
 }
 """The attributes and methods that do not read the numbers."""

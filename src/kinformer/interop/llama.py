@@ -228,10 +228,8 @@ def _gemma_score(full: Settings) -> ConfigData:
 
 
 def _as_gemma(model: ConfigData, full: Settings, score: ConfigView | None = None) -> ConfigData:
-    """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward.
-
-    With a ``score``, as from Gemma 2 on, each sublayer also has a norm on either side.
-    """
+    """Return a LLaMA-like ``model`` with Gemma's scaled embeddings and feed-forward. With a ``score``, as from Gemma 2
+    on, each sublayer also has a norm on either side."""
     model["input"]["scale"] = True
     for layer in model["layers"]:
         layer["feed_forward"] = layer["feed_forward"] | {"kind": "geglu", "activation": "gelu_tanh"}

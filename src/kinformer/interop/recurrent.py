@@ -179,10 +179,8 @@ def _olmo_position(full: Settings) -> ConfigData:
 
 
 def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names: Norms) -> KeyMap:
-    """Return the key map of a hybrid, of the keys of a ``linear`` mixer and of a ``softmax`` one.
-
-    ``norm``: the layout of the weights of norms outside the linear mixers; ``names``: what these norms are called.
-    """
+    """Return the key map of a hybrid, of the keys of a ``linear`` mixer and of a ``softmax`` one. ``norm``: the layout
+    of the weights of norms outside the linear mixers; ``names``: what these norms are called."""
 
     def layer(config: ConfigView) -> tuple[Key, ...]:
         residual = config["residual"]

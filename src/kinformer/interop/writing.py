@@ -367,10 +367,8 @@ def _preprocessor(composition: ConfigView) -> JsonObject | None:
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return ``tensors``, where float32 becomes ``dtype``.
-
-    Errors: ``KinformerError`` for weights that it cannot hold.
-    """
+    """Return ``tensors``, where float32 becomes ``dtype``. Errors: ``KinformerError`` for weights that it cannot
+    hold."""
     kind = getattr(torch, dtype)
     changed = {name: one.to(kind) if one.dtype == torch.float32 else one for name, one in tensors.items()}
     for name, one in changed.items():

@@ -165,11 +165,9 @@ def _as_products(device: torch.device) -> Iterator[None]:
 def _native_ragged(
     x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], valid: Tensor, reset: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the sequences that begin at valid tokens with ``reset``, and the sequences that continue from h and c.
-
-    A sequence begins from zeros, whatever came before it, so all sequences of a chunk are independent. They run side by
-    side, packed by their lengths without padding.
-    """
+    """Run the sequences that begin at valid tokens with ``reset``, and the sequences that continue from h and c. A
+    sequence begins from zeros, whatever came before it, so all sequences of a chunk are independent. They run side by
+    side, packed by their lengths without padding."""
     batch, time, _ = x.shape
     tokens = valid.flatten().nonzero()[:, 0]
     if not len(tokens):

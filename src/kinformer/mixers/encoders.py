@@ -373,10 +373,7 @@ class Products(nn.Module):
 
 def _beside(ends: str, valid: Tensor | None) -> tuple[Shift, Shift, Shift]:
     """Return three functions of projected tokens [batch, time, heads, head_dim]: the visible tokens, their left and
-    their right neighbours.
-
-    Where ``ends`` are zeros, so is padding, which stands after the last token.
-    """
+    their right neighbours. Where ``ends`` are zeros, so is padding, which stands after the last token."""
     if ends == "zeros":
         return (
             lambda x: x if valid is None else select_valid(x.flatten(2), valid).view(x.shape),

@@ -201,11 +201,9 @@ _FLEX_STEP = 128
 
 def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, width: int) -> bool:
     """Return whether "auto" takes FlexAttention: on a GPU, for full rows whose sequences begin with the call, where
-    torch's own kernel would compute every pair.
-
-    Float32 is excluded, because FlexAttention takes 8 times the time of our tiles (H200, 1,024 queries). A bias by
-    distance is excluded, because the kernel does not fit the chip's shared memory.
-    """
+    torch's own kernel would compute every pair. Float32 is excluded, because FlexAttention takes 8 times the time of
+    our tiles (H200, 1,024 queries). A bias by distance is excluded, because the kernel does not fit the chip's shared
+    memory."""
     time, pattern = q.shape[2], visibility.pattern
     if q.device.type != "cuda" or pattern is None or torch.compiler.is_compiling():
         return False
@@ -492,10 +490,8 @@ def _single(q: Tensor, visibility: Visibility, scoring: Scoring) -> bool:
 
 
 def _sets(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring) -> Attended:
-    """Attend over a set: every query sees every key, so the order of both is free.
-
-    Queries beyond the number of keys become further heads of the same keys; the rest is a band without bounds.
-    """
+    """Attend over a set: every query sees every key, so the order of both is free. Queries beyond the number of keys
+    become further heads of the same keys; the rest is a band without bounds."""
     time, slots = q.shape[2], k.shape[2]
     visibility = visibility._replace(pattern=_EVERY)
     if time <= slots:

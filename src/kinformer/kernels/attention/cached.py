@@ -88,11 +88,9 @@ def _sums(scores: Tensor, seen: Tensor | None) -> Tensor:
 def _seen_slots(
     q: Tensor, kv: tuple[Tensor, Tensor], decay: Tensor | None, visibility: Visibility, measured: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the keys, values and decays that some head may see, which head sees which, and their distances.
-
-    The mask is [batch, heads or 1, slots], None where all heads see all; distances [slots] are None where they are
-    neither needed for the mask nor ``measured``.
-    """
+    """Return the keys, values and decays that some head may see, which head sees which, and their distances. The mask
+    is [batch, heads or 1, slots], None where all heads see all; distances [slots] are None where they are neither
+    needed for the mask nor ``measured``."""
     (k, v), pattern = kv, visibility.pattern
     slots = k.shape[2]
     assert pattern is not None
@@ -205,11 +203,9 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 for a row without keys) and the
-    log-sum-exp, in float32 or better.
-
-    The product is divided by the sum, not the weights: the backward then keeps the weights alone.
-    """
+    """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 for a row without keys) and the log-sum-exp,
+    in float32 or better. The product is divided by the sum, not the weights: the backward then keeps the weights
+    alone."""
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias

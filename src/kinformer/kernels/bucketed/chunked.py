@@ -115,10 +115,8 @@ def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows:
 
 
 def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two.
-
-    Libraries compile a product for every shape and keep it. oneDNN keeps a thousand products of 0.65 MB each.
-    """
+    """Yield the beginnings and ends of pieces of ``limit`` at most, whose sizes are powers of two. Libraries compile a
+    product for every shape and keep it. oneDNN keeps a thousand products of 0.65 MB each."""
     while begin < end:
         size = 1 << min(end - begin, max(1, limit)).bit_length() - 1
         yield begin, begin + size

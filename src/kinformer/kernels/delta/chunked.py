@@ -208,10 +208,8 @@ def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -
 def _read_back(
     blocks: SequenceBlocks, G: Tensor, X: Tensor, local: Tensor, K: Tensor, grad_w: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place.
-
-    Returns dW after each block (before a fold's decay) and dW before the first.
-    """
+    """Run G <- G + X dW, dW <- dW + local - K^T G from the last block, G in place. Returns dW after each block (before
+    a fold's decay) and dW before the first."""
     dW = grad_w.flatten(0, 1)
     states = []
     parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -67,10 +67,13 @@ class KeyedDecoder(nn.Module):
         self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[KeyedStates, State]:
         """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
-        with nullcontext[list[Tensor]]([]) if self.representation == HIDDEN else self._tapped() as seen:
+        if self.representation == HIDDEN:
             hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-        keys = seen[-1] if seen else hidden_states
-        if seen and valid is not None:
+            return KeyedStates(hidden_states, hidden_states), state
+        with self._tapped() as seen:
+            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
+        keys = seen[-1]
+        if valid is not None:
             back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
             keys = select_valid(keys.gather(1, back), valid)
         return KeyedStates(hidden_states, keys), state

@@ -129,11 +129,9 @@ def orthogonalised(x: Tensor, coefficients: tuple[float, float, float], steps: i
 
 
 def _factor(gram: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
-    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T. All products are of the size of the short side.
-
-    Each step multiplies X by P = a + b A + c A^2, a symmetric matrix that commutes with A, so A <- P A P and Q <- P Q.
-    Squared singular values need float32.
-    """
+    """Return Q with X_steps = Q X_0, given A = X_0 X_0^T. All products are of the size of the short side. Each step
+    multiplies X by P = a + b A + c A^2, a symmetric matrix that commutes with A, so A <- P A P and Q <- P Q. Squared
+    singular values need float32."""
     a, b, c = coefficients
     add = torch.addmm if gram.dim() == 2 else torch.baddbmm
     factor: Tensor | None = None

@@ -112,10 +112,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
 def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
     """Return the stacks of a decoder, of an encoder, or of both in one model: the place in the model, the stack, the
-    config of its layers, and the width of each layer.
-
-    Errors: ``KinformerError`` for other models.
-    """
+    config of its layers, and the width of each layer. Errors: ``KinformerError`` for other models."""
     places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder")}
     kind, stacks = str(getattr(model.config, "kind", "")), []
     for place in places.get(kind, ()):
