@@ -91,19 +91,19 @@ class NarrowWeight(Tensor):
             # Up to the next bfloat16, so that no integer exceeds 127. A row of zeros has the scale 1.
             low = scales.float() * 127 < wide.abs().amax(1)
             scales = torch.where(low, torch.nextafter(scales, scales.new_tensor(torch.inf)), scales)
-            scales = scales.where(scales > 0, 1)
+            scales = scales.where(scales != 0, 1)  # of a row with NaN it stays NaN
             matrix = (wide / scales.float()[:, None]).round().to(torch.int8)
-        made = cls._of(matrix, scales, weight.dtype)
+        return cls._of(matrix, scales, weight.dtype, table)
+
+    @classmethod
+    def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype, table: bool) -> NarrowWeight:
+        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))
+        made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
+        on_cpu = matrix.device.type == "cpu"
+        made.by_fbgemm = on_cpu and uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
         if made.by_fbgemm and not table:
             made._pack()
             made.matrix = None
-        return made
-
-    @classmethod
-    def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype) -> NarrowWeight:
-        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))
-        made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
-        made.by_fbgemm = uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
         return made
 
     @property
@@ -118,17 +118,23 @@ class NarrowWeight(Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         if isinstance(index, slice) and self.matrix is not None:
-            return self._of(self.matrix[index], None if self.scales is None else self.scales[index], self._dtype)
+            scales = None if self.scales is None else self.scales[index]
+            return self._of(self.matrix[index], scales, self._dtype, table=True)
         return self.widened()[index]
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return NarrowWeight._of, (self._numbers(), self.scales, self._dtype, self.matrix is not None)
 
     def widened(self) -> Tensor:
         """Return the whole matrix in ``dtype``."""
+        return self._wide(self._numbers(), self.scales)
+
+    def _numbers(self) -> Tensor:
         if self.matrix is not None:
-            return self._wide(self.matrix, self.scales)
+            return self.matrix
         if self.scales is None:
-            return torch.ops.quantized.linear_unpack_fp16(self.packed)[0].to(self._dtype)
-        integers = torch.ops.quantized.linear_unpack(self.packed)[0].int_repr()
-        return self._wide(integers, self.scales)
+            return torch.ops.quantized.linear_unpack_fp16(self.packed)[0].half()
+        return torch.ops.quantized.linear_unpack(self.packed)[0].int_repr()
 
     def _wide(self, numbers: Tensor, scales: Tensor | None) -> Tensor:
         wide = numbers.float()
@@ -188,12 +194,12 @@ class NarrowWeight(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, weight = kwargs or {}, args[1] if len(args) > 1 else None
         with torch._C.DisableTorchFunctionSubclass():
-            if func is functional.linear and isinstance(args[1], NarrowWeight):
-                return args[1].product(args[0], *args[2:], **kwargs)
-            if func is functional.embedding and isinstance(args[1], NarrowWeight):
-                return args[1].rows(args[0])
+            if func is functional.linear and isinstance(weight, NarrowWeight):
+                return weight.product(args[0], *args[2:], **kwargs)
+            if func is functional.embedding and isinstance(weight, NarrowWeight):
+                return weight.rows(args[0])
             if func in _FACTS:
                 return func(*args, **kwargs)
             return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
@@ -254,9 +260,14 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
+    model.register_state_dict_pre_hook(_refuse_saving)
 
 
 def _refuse_training(model: Model, mode: bool = True) -> Model:
     if mode:
         raise KinformerError("this model has narrow weights, which cannot be trained; load it with weights of fp32.")
     return nn.Module.train(model, False)
+
+
+def _refuse_saving(model: nn.Module, *_: object) -> None:
+    raise KinformerError("this model has narrow weights, which cannot be saved; load it with weights of fp32.")
