@@ -156,30 +156,32 @@ def inference_copy(model: Model, rows: int, steps: int, weights: str | None = No
     """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences; on a GPU and for few steps, ``model``
     itself.
 
-    ``weights``: the type of its weights (``generation.weights``), None for the model's. The model stores the copies, so
-    that the next call finds them, until it changes. A copy has the bytes of the packed or narrow weights and shares the
-    others.
+    ``weights``: the type of its weights (``generation.weights``), None for the model's. The model stores the copies for
+    the next calls, until a call finds that it has changed. A copy has the bytes of the packed or narrow weights and
+    shares the others. With hooks the model itself draws.
     """
     if not isinstance(model, nn.Module):
         return model
     copies: InferenceCopies = vars(model).setdefault("_inference_copies", InferenceCopies())
-    for key in [key for key, (unchanged, _) in copies.items() if not unchanged.holds()]:
-        del copies[key]
-    key = (rows > 1, weights)
-    if key not in copies:
-        if weights is None and steps < LONG:  # a copy takes the time of some tens of steps
-            return model
-        narrow = model if weights is None else as_weights(_shared_copy(model), weights)
-        ready = pack(narrow, rows)
-        if ready is model:
-            return model
-        copies[key] = Unchanged([model]), ready
-    return copies[key][1]  # type: ignore[return-value]
+    for key, (unchanged, copied) in list(copies.items()):  # other threads may change them
+        if not unchanged.holds():
+            copies.pop(key, None)
+        elif key == (rows > 1, weights):
+            return copied  # type: ignore[return-value]
+    # A copy takes the time of some tens of steps.
+    if weights is None and (steps < LONG or not Unchanged([model]).holds()):
+        return model
+    unchanged = Unchanged([model])
+    ready = pack(model if weights is None else as_weights(_shared_copy(model), weights), rows)
+    if ready is not model:
+        copies[rows > 1, weights] = unchanged, ready
+    return ready
 
 
 def _shared_copy(model: Model) -> Model:
     """Return a copy of ``model`` with the same weights in memory, without gradients."""
-    shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
+    shared = {id(buffer): buffer for buffer in model.buffers()}
+    shared |= {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 

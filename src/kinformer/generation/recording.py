@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.modules import module as hooks
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -417,14 +418,26 @@ def recordings_of(model: Model | nn.Module) -> Recordings:
     return retained
 
 
+@cache
+def _count_steps() -> None:
+    """Let every step of an optimiser raise the versions of the weights, as fused optimisers do not."""
+
+    def count(optimiser: Optimizer, *_: object) -> None:
+        weights = chain.from_iterable(group["params"] for group in optimiser.param_groups)
+        torch.autograd.graph.increment_version([weight for weight in weights if weight.grad is not None])
+
+    register_optimizer_step_post_hook(count)
+
+
 class Unchanged:
     """A check whether modules are unchanged: the same submodules, parameters and buffers with the same values, in the
-    same mode, without hooks. Other attributes of modules are not compared.
+    same mode, without hooks. Values that change through ``.data`` and other attributes of modules are not compared.
 
     A check takes some ten microseconds, since its loops run in C.
     """
 
     def __init__(self, parts: Sequence[Model | nn.Module]) -> None:
+        _count_steps()
         modules = dict.fromkeys(module for part in parts for module in part.modules())
         self._states = [module.__dict__ for module in modules]
         self._hooks = [state[name] for state in self._states for name in ("_forward_hooks", "_forward_pre_hooks")]
