@@ -22,7 +22,8 @@ so that keys before the block cost three products with N, where plain attention 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from kinformer.core.probe import probe
 from kinformer.parts.decays import DecayConfig, build_head_decay, sums_of
 from kinformer.parts.output_parts import ShortConvolution, written
 from kinformer.parts.projections import MultiHead
+from kinformer.runtime.autograd import no_autocast
 
 BLOCK = 64
 
@@ -73,13 +75,13 @@ def householder_attention(tokens: Tokens, past: Tensor, v: Tensor, sums: Tensor 
     time, outputs = tokens.q.shape[2], []
     keys = past.to(state_dtype(past.dtype))
     recompute = torch.is_grad_enabled() and time > BLOCK
+    block: Any = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False) if recompute else _block
     for start in range(0, time, BLOCK):
         stop = min(start + BLOCK, time)
         q, k, w, beta = (leaf[:, :, start:stop] for leaf in tokens[:-1])
         part = Tokens(q, k, w, beta, tokens.positions[:, start:stop])
         end = past.shape[2] + stop
-        arguments = part, keys, v[:, :, :end], None if sums is None else sums[:, :, :end]
-        y, keys = checkpoint(_block, *arguments, use_reentrant=False) if recompute else _block(*arguments)
+        y, keys = block(part, keys, v[:, :, :end], None if sums is None else sums[:, :, :end])
         outputs.append(y)
     return torch.cat(outputs, dim=2), keys
 
@@ -212,7 +214,8 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         every = torch.cat([state.cache.v.to(v.dtype), v], dim=2)
         sums = None if self.decay is None else torch.cat([state.cache.sums, of_pairs], dim=2)
         tokens = Tokens(q * self.head_dim**-0.5, k, w, beta, past.positions)
-        heads, keys = householder_attention(tokens, state.cache.k, every, sums)
+        with no_autocast(x.device):
+            heads, keys = householder_attention(tokens, state.cache.k, every, sums)
 
         before = state.cache.k.shape[2]
         # Behind the chunk the state holds earlier keys as they are now, and the chunk's own.

@@ -308,10 +308,10 @@ class Mesa(LinearRule):
     def forward(
         self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
     ) -> tuple[Tensor, LinearState]:
-        wide = state.s.dtype
+        wide, strength = state.s.dtype, self.strength(tokens.x)
         with no_autocast(tokens.x.device):
             q, k, v = (x.to(wide) for x in tokens[:3])
-            beta = self.strength(tokens.x).to(wide).sigmoid().mT.unsqueeze(-1)
+            beta = strength.to(wide).sigmoid().mT.unsqueeze(-1)
             ridge = (functional.softplus(self.penalty) + 0.25).to(wide).view(k.shape[1], 1, -1)
             values, keys = state.s[..., : v.shape[-1]], state.s[..., v.shape[-1] :]
             system = Ridge(beta * k, k, keys, ridge, tokens.log_decay, tokens.reset)
