@@ -344,11 +344,7 @@ class SequenceBlocks:
 
 
 def cut(
-    x: Tensor,
-    reset: Tensor | None,
-    log_decay: Tensor | None = None,
-    largest: int = SIZES[-1],
-    early: bool = False,
+    x: Tensor, reset: Tensor | None, log_decay: Tensor | None = None, largest: int = SIZES[-1], early: bool = False
 ) -> SequenceBlocks:
     """Cut ``x`` [batch, heads, time, n] into blocks, with the masks of ``reset`` [batch, time] in the dtype of ``x``.
 
