@@ -293,17 +293,16 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
     @contextmanager
     def _attended(
-        self, options: Mapping[str, Any], valid: Tensor | None = None, past: bool = False
+        self, options: Mapping[str, Any], valid: Tensor | None = None, refusal: str = ""
     ) -> Iterator[Callable[[int], tuple[Tensor, ...] | None]]:
         """Let a call within the context keep the inputs of its mixers, if it asks for attention weights. The returned
-        function gives each mixer's weights [batch, heads, queries, keys] of the last ``time`` tokens (0: of all)."""
+        function gives each mixer's weights [batch, heads, queries, keys] of the last ``time`` tokens (0: of all).
+        ``refusal``: the error if the call asks for them."""
         calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
         hooks = ExitStack()
         if self._shows("output_attentions", options.get("output_attentions")):
-            if past:
-                raise KinformerError(
-                    "output_attentions: a cache does not hold weights; give whole texts, use_cache=False."
-                )
+            if refusal:
+                raise KinformerError(f"output_attentions: {refusal}")
             for layer in self.model.stack.layers:
                 mixer = getattr(layer, "mixer", layer)
                 keep = mixer.register_forward_pre_hook(
@@ -312,6 +311,10 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
                 hooks.callback(keep.remove)
         with hooks:
             yield lambda time: tuple(attention_of(*call, valid, time) for call in calls) or None
+
+
+PAST = "a cache does not hold weights; give whole texts, use_cache=False."
+OF_SOURCE = "a model of a source does not return weights; leave it out."
 
 
 def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None, time: int) -> Tensor:
@@ -646,7 +649,7 @@ class KinformerForCausalLM(ContinuingModel):
             self._costs() as costs,
             self._vectors(inputs_embeds, valid),
             self._entered(shows, valid) as entered,
-            self._attended(options, valid, bool(before)) as attended,
+            self._attended(options, valid, PAST if before else "") as attended,
         ):
             logits, after = self._continued(tokens, valid, cache, state, logits_to_keep, layers, ids)
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
@@ -718,7 +721,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
             raise KinformerError("decoder_input_ids: is missing; give what was written so far, or labels.")
         before, hidden = cache_in(options), None
         cache = self._cache_to_fill(before, options.get("use_cache"))
-        with self._costs() as costs:
+        with self._costs() as costs, self._attended(options, refusal=OF_SOURCE):
             state = self._state_in(before, cache, labels)
             if state is None:
                 hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
@@ -923,7 +926,7 @@ class KinformerForCTC(KinformerModel):
         if input_values is None or input_values.dim() != 2:
             raise KinformerError("input_values: give sound as floats [batch, samples] from -1 to 1.")
         frames, valid = self._positions(input_values, attention_mask)
-        with self._costs() as costs:
+        with self._costs() as costs, self._attended(options) as attended:
             outputs = self.model(frames, valid=valid)
         logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         loss = None
@@ -931,7 +934,8 @@ class KinformerForCTC(KinformerModel):
             loss = _nats(logits, valid.sum(1), labels) / options.get("num_items_in_batch", (labels >= 0).sum())
             absorbed = {} if state is None else pop_aux(state)[0]
             loss = self._with_costs(loss, labels, valid.numel(), options, costs, absorbed)
-        return as_output(CausalLMOutput(loss=loss, logits=select_valid(logits, valid)), options)
+        logits = select_valid(logits, valid)
+        return as_output(CausalLMOutput(loss=loss, logits=logits, attentions=attended(0)), options)
 
     def _positions(self, sound: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions [batch, time, width, mels] of ``sound`` [batch, samples] and which are real."""
