@@ -424,6 +424,4 @@ class LinearAttention(Crosses, CausalMixer):
         return select_valid(self.out(y.to(dtype)), valid)
 
 
-PARTS = {
-    "LinearAttention": LinearAttention.Config,
-}
+PARTS = {"LinearAttention": LinearAttention.Config}

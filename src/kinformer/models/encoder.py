@@ -336,7 +336,4 @@ class EncoderDecoder(Decoder):
         return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
 
 
-PARTS = {
-    "EncoderModel": Encoder.Config,
-    "EncoderDecoderModel": EncoderDecoder.Config,
-}
+PARTS = {"EncoderModel": Encoder.Config, "EncoderDecoderModel": EncoderDecoder.Config}

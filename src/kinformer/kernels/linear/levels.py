@@ -139,11 +139,7 @@ def _read(tokens: LeveledTokens, states: Tensor, which: Tensor, place: _Place, s
 
 
 def _written(
-    tokens: LeveledTokens,
-    states: Tensor,
-    which: tuple[Tensor, Tensor, Tensor],
-    place: _Place,
-    sums: Tensor | None,
+    tokens: LeveledTokens, states: Tensor, which: tuple[Tensor, Tensor, Tensor], place: _Place, sums: Tensor | None
 ) -> Tensor:
     """Return the levels of the state after the tile, given the levels ``states`` before it, [batch, heads, m or n,
     features, width]. ``which``: the numbers of the levels before [n], of the levels after [m], and of the levels after

@@ -414,10 +414,7 @@ def check_generation(run: TrainedRun) -> None:
 
 
 def translate_lines(
-    subject: LoadedRun,
-    prompt: bytes | str | Iterable[bytes],
-    options: GenerationSettings,
-    write: Write,
+    subject: LoadedRun, prompt: bytes | str | Iterable[bytes], options: GenerationSettings, write: Write
 ) -> Generated:
     """Translate the lines of ``prompt``; each is given to ``write``, with a line's end, when all before it are there.
     Lines that come one by one are translated as they come, together with the lines that arrived meanwhile."""
