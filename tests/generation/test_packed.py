@@ -73,3 +73,24 @@ def test_generate_packs_once_and_again_after_a_change(monkeypatch: pytest.Monkey
     with torch.no_grad():
         wide.mul_(2)
     assert inference_copy(model, 1, 60) is not ours
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_an_optimiser_is_a_change(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, packing.Least(1 << 40, 1 << 40, 1 << 40, 0, "", True)))
+    torch.manual_seed(0)
+    model = kinformer.build("gpt", recipe="tiny").eval()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    ours = inference_copy(model, 1, 60)
+    model(torch.randint(256, (1, 5)))[0].square().sum().backward()
+    optimiser.step()
+    assert ours is not model and inference_copy(model, 1, 60) is not ours
+
+
+def test_a_model_with_hooks_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, packing.Least(1 << 40, 1 << 40, 1 << 40, 0, "", True)))
+    model = kinformer.build("gpt", recipe="tiny").eval()
+    handle = model.stack.layers[0].register_forward_hook(lambda *_: None)
+    assert inference_copy(model, 1, 60) is model
+    handle.remove()
+    assert inference_copy(model, 1, 60) is not model

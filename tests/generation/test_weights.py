@@ -1,6 +1,7 @@
 """Weights of 8 and 16 bits: near the model's own logits, alike for chunks and recorded steps, and never trained."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -127,3 +128,29 @@ def test_8_bit_weights_are_not_trained():
         ours.train()
     assert not any(parameter.requires_grad for parameter in ours.parameters())
     assert ours.eval() is ours and not copy.deepcopy(ours).training
+
+
+def test_a_row_of_nan_stays_nan(fbgemm):
+    weight = torch.randn(3, 64)
+    weight[1, 5] = torch.nan
+    for table in (True, False):
+        ours = NarrowWeight.of(weight, 8, table)
+        assert ours.widened()[1].isnan().all() and ours.product(torch.randn(2, 64)).isnan()[0].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("table", [True, False])
+def test_narrow_weights_are_pickled(bits, table, fbgemm):
+    weight, x = NarrowWeight.of(torch.randn(6, 64), bits, table), torch.randn(2, 64)
+    again = pickle.loads(pickle.dumps(weight))
+    assert isinstance(again, NarrowWeight) and torch.equal(again.widened(), weight.widened())
+    assert torch.equal(again.product(x), weight.product(x)) and torch.equal(
+        functional.linear(x, weight=again), x @ again.mT
+    )
+
+
+def test_a_model_of_narrow_weights_is_not_saved():
+    _, ours = twins("gpt")
+    with pytest.raises(KinformerError, match="narrow weights, which cannot be saved"):
+        ours.state_dict()
+    assert not pickle.loads(pickle.dumps(ours)).training

@@ -411,6 +411,12 @@ REFUSED = {
         {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "output_attentions": True},
         "the mixer 'linformer' does not compute probabilities .its keys are summaries, not tokens.",
     ),
+    "weights over a source": (
+        "linear translator",
+        {key: torch.zeros(1, 2, dtype=torch.int64) for key in ("input_ids", "decoder_input_ids")}
+        | {"output_attentions": True},
+        "a model of a source does not return weights",
+    ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
     "a mask of another length": (

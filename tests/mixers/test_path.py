@@ -126,3 +126,14 @@ def test_parts_that_do_not_fit_are_refused():
         PathAttention.Config(decay=LowRank.Config()).build(DIM)
     with pytest.raises(KinformerError, match="looks at earlier tokens"):
         PathAttention.Config(projection=Convolved.Config()).build(DIM)
+
+
+@torch.no_grad()
+def test_autocast_does_not_round_keys():
+    """Every token changes all keys, so that roundings would add up."""
+    mixer, x = built(PathAttention.Config(num_heads=2)).float(), inputs(90).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = mixer(Chunk(x[:, :1]), mixer.initial_state(len(x)))
+        _, state = mixer(Chunk(x[:, 1:]), state)
+    rounded = state.cache.k.bfloat16().float()
+    assert state.cache.k.dtype == torch.float32 and not torch.equal(state.cache.k[:, :, :8], rounded[:, :, :8])

@@ -173,3 +173,10 @@ def test_gated_deltanet_2_with_one_number_for_both_gates_is_kda():
     with torch.no_grad():
         mixer.rule.writing.weight[0] += 0.5
     assert (absorbed(mixer, x) - want).abs().max() > 1e-3
+
+
+def test_mesanet_takes_inputs_of_autocast():
+    mixer, x = mixer_of("mesanet").float(), inputs().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = mixer(Chunk(x.bfloat16()), mixer.initial_state(len(x)))
+    close(y.float(), mixer(Chunk(x), mixer.initial_state(len(x)))[0], 0.1)

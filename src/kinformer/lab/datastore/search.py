@@ -52,6 +52,9 @@ class ExactSearch:
         self.store, self.entries = store, entries or store.entries
         self.bytes_read, self.similarity = 0, similarity
 
+    def __deepcopy__(self, memo: object) -> ExactSearch:
+        return self  # a copy would read the whole store into memory
+
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
         """Return the nearest entries of ``queries`` [n, dim]; of equal entries, the first ones."""
         check_queries(queries, self.store, neighbours)
@@ -200,6 +203,9 @@ class ListSearch:
             for name in lists.shards
             if _range(name)[0] < self.entries
         ]
+
+    def __deepcopy__(self, memo: object) -> ListSearch:
+        return self
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
         """Return the nearest entries of ``queries`` [n, dim] in the searched lists."""
