@@ -243,8 +243,8 @@ def simplify(
     """Return fewer calls with the same results, the tensors that they capture, and the references to ``outputs``.
 
     A call is removed if its results are constants, equal the results of an earlier call, are a view of a whole tensor,
-    or are not used. A tensor that some call writes to is never shared. ``tapes``: the tapes of the calls, at one or two
-    numbers of past slots; ``twins``: pairs of inputs with equal values, of which only the first is read.
+    or are not used. Random numbers and tensors that some call writes to are never shared. ``tapes``: the tapes of the
+    calls, at one or two numbers of past slots; ``twins``: pairs of equal inputs, of which only the first is read.
     """
     tape, captured = tapes[0], list(tapes[0].captured)
     written = {_storage(tape, ref) for call in calls for ref in _writes(call)}
@@ -258,7 +258,8 @@ def simplify(
             same[results[0]] = same.get(read[0], read[0])
             if not call.operator._schema.is_mutable:
                 continue
-        if results and not any(_storage(tape, ref) in written for ref in (*read, *results)):
+        drawn = torch.Tag.nondeterministic_seeded in call.operator.tags
+        if results and not drawn and not any(_storage(tape, ref) in written for ref in (*read, *results)):
             before = earlier.setdefault((call.operator, repr(arguments)), call.results)
             if before is not call.results:
                 same |= {ref: same.get(Ref(number), Ref(number)) for ref, number in zip(results, before, strict=True)}

@@ -419,9 +419,7 @@ GATED_DELTANET = FLA.changed(
     allow_neg_eigval=False,
     output_gate_activation="swish",
 )
-COMBA = FLA.changed(
-    num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_output_gate=True
-)
+COMBA = FLA.changed(num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_output_gate=True)
 DELTA_NET = FLA.changed(num_heads=16, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
 MESA_NET = FLA.changed(num_heads=16, head_dim=128, use_output_gate=False, max_cg_step_training=30)
 GLA = FLA.changed(num_heads=4, expand_k=0.5, expand_v=1.0, use_short_conv=False, use_output_gate=True)
@@ -638,7 +636,8 @@ PATH_KEYS = (
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
 OLMO_KEYS = _keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS)
 NEXT = QWEN3_NEXT, _qwen3_next, _write_qwen3_next, _qwen_keys(linear=FUSED)
-KIMI_REQUIRED = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+KIMI_AUTHORS = {"mla_use_nope": True, "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid"}
+KIMI_REQUIRED = KIMI_AUTHORS | {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
 KIMI_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_kimi_keys)
 DELTA_REQUIRED = SHORT | {"use_beta": True, "qk_norm": "l2", "qk_activation": "silu"}
 ARCHITECTURES = {
