@@ -423,11 +423,11 @@ def recordings_of(model: Model | nn.Module) -> Recordings:
 def _count_steps() -> None:
     """Let every step of an optimiser raise the versions of the weights, as fused optimisers do not."""
 
-    def count(optimiser: Optimizer, *_: object) -> None:
+    def raise_versions(optimiser: Optimizer, *_: object) -> None:
         weights = chain.from_iterable(group["params"] for group in optimiser.param_groups)
         torch.autograd.graph.increment_version([weight for weight in weights if weight.grad is not None])
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(raise_versions)
 
 
 class Unchanged:
