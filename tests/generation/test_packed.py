@@ -94,3 +94,11 @@ def test_a_model_with_hooks_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     assert inference_copy(model, 1, 60) is model
     handle.remove()
     assert inference_copy(model, 1, 60) is not model
+
+
+def test_every_module_returns_to_its_mode() -> None:
+    model = kinformer.build("gpt", recipe="tiny").train()
+    model.stack.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    kinformer.generate(model, torch.randint(256, (1, 5)), max_new_tokens=2)
+    assert [module.training for module in model.modules()] == modes and True in modes and False in modes

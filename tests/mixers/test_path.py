@@ -137,3 +137,13 @@ def test_autocast_does_not_round_keys():
         _, state = mixer(Chunk(x[:, 1:]), state)
     rounded = state.cache.k.bfloat16().float()
     assert state.cache.k.dtype == torch.float32 and not torch.equal(state.cache.k[:, :, :8], rounded[:, :, :8])
+
+
+def test_transforms_of_blocks():
+    mixer = built(PathAttention.Config(num_heads=2))
+    x = torch.randn(1, path.BLOCK + 3, DIM, dtype=torch.float64, requires_grad=True)
+
+    def loss(x):
+        return mixer(Chunk(x), mixer.initial_state(1, dtype=torch.float64))[0].square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach()), torch.autograd.grad(loss(x), x)[0])

@@ -23,16 +23,15 @@ MOST_NEW = 256
 
 @contextmanager
 def evaluating(model: CausalModel) -> Iterator[None]:
-    """Put the model in eval mode, and back in training mode afterwards if it was."""
-    training = isinstance(model, nn.Module) and model.training
-    if not isinstance(model, nn.Module) or not training:
-        yield
-        return
-    model.eval()
+    """Put the model in eval mode, and those of its modules that were in training mode back in it afterwards."""
+    training = [part for part in model.modules() if part.training] if isinstance(model, nn.Module) else []
+    for part in training:
+        part.training = False
     try:
         yield
     finally:
-        model.train()
+        for part in training:
+            part.training = True
 
 
 def generate(

@@ -46,7 +46,7 @@ from kinformer.core.probe import probe
 from kinformer.parts.decays import DecayConfig, build_head_decay, sums_of
 from kinformer.parts.output_parts import ShortConvolution, written
 from kinformer.parts.projections import MultiHead
-from kinformer.runtime.autograd import no_autocast
+from kinformer.runtime.autograd import no_autocast, transformed
 
 BLOCK = 64
 
@@ -74,7 +74,7 @@ def householder_attention(tokens: Tokens, past: Tensor, v: Tensor, sums: Tensor 
     """
     time, outputs = tokens.q.shape[2], []
     keys = past.to(state_dtype(past.dtype))
-    recompute = torch.is_grad_enabled() and time > BLOCK
+    recompute = torch.is_grad_enabled() and time > BLOCK and not transformed()
     block: Any = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False) if recompute else _block
     for start in range(0, time, BLOCK):
         stop = min(start + BLOCK, time)
