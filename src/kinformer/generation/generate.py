@@ -22,7 +22,7 @@ MOST_NEW = 256
 
 
 @contextmanager
-def evaluating(model: CausalModel) -> Iterator[None]:
+def evaluating(model: object) -> Iterator[None]:
     """Put the model in eval mode, and those of its modules that were in training mode back in it afterwards."""
     training = [part for part in model.modules() if part.training] if isinstance(model, nn.Module) else []
     for part in training:

@@ -11,7 +11,7 @@ How a product with 8-bit weights is computed depends on the processor:
 * On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
   becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows
   changes nothing.
-* Otherwise PyTorch's product takes inputs in bfloat16 and sums in float32.
+* Otherwise PyTorch's product takes and gives bfloat16, and sums in float32.
 
 bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
 the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every

@@ -42,6 +42,7 @@ from kinformer.core.model import PROTOCOLS, CausalModel, modules_of
 from kinformer.core.probe import NoWeights, weights_of_rows
 from kinformer.core.stack import ModelConfig, Stack
 from kinformer.core.state import State, map_tensors, nbytes, pop_aux, repeat_rows, select_rows
+from kinformer.generation.generate import evaluating
 from kinformer.inputs.signals import Filterbank, features_of
 from kinformer.inputs.tokens import Lookup
 from kinformer.interop.key_map import ConfigView
@@ -322,14 +323,13 @@ def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None
 
     Errors: ``KinformerError`` for a mixer that does not compute probabilities of tokens.
     """
-    training, reason = mixer.training, ""
+    reason = ""
     try:
-        read = weights_of_rows(mixer.eval(), inputs)
+        with evaluating(mixer):
+            read = weights_of_rows(mixer, inputs)
         reason = read.implied or ("" if read.keys == "text" else f"its keys are {read.keys}, not tokens")
     except NoWeights as error:
         reason = str(error).removesuffix(".")
-    finally:
-        mixer.train(training)
     if reason:
         kind = getattr(getattr(mixer, "config", None), "kind", type(mixer).__name__)
         raise KinformerError(
