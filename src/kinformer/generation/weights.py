@@ -226,8 +226,8 @@ def _wide(argument: Any) -> Any:
 def as_weights(model: Model, weights: str) -> Model:
     """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
 
-    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, on its
-    present device. On a GPU 8-bit weights save memory but no time.
+    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, without
+    ``torch.compile``, on its device and in its dtype. On a GPU 8-bit weights save memory but no time.
 
     Errors: ``KinformerError`` for another type.
     """
