@@ -27,8 +27,8 @@ from torch.nn import functional as F
 #
 # A new token multiplies all earlier keys by its matrix. The product is cheap, because the matrix differs from the
 # identity in one direction: $H k = k - \beta\, w\, (w \cdot k)$. Then the token adds its own key, and the query meets
-# all keys as in plain attention. The state is the keys as they are now, and the values. No later token is touched, so
-# the layer is causal.
+# all keys as in plain attention. The state holds the changed keys, and the values. No later token is touched, so the
+# layer is causal.
 
 
 def recurrent(q, k, v, w, beta, state=None):
@@ -76,8 +76,8 @@ def parallel(q, k, v, w, beta):
 # $H_s$ between -1 and 1, so that keys never grow. Softmax stays the normalisation, so that the weights of a query sum
 # to 1.
 #
-# The layer needs no other positions. Without them plain attention does not know the order of tokens; here each token
-# between a key and a query leaves its mark.
+# The layer does not need other positions. Without them plain attention does not know the order of tokens; here each
+# token between a key and a query leaves its mark.
 
 
 class Attention(nn.Module):
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 # The paper claims that one layer can track states that rotary attention cannot, and better language models. On our page
 # "state_tracking" (the parity of bits, one layer, 600 steps) it gets 71 % of the trained 16 tokens right, rotary
 # positions get 56 %, and Gated DeltaNet with $\beta$ up to 2 gets 99 %; at 128 tokens both softmax layers guess. A
-# short training does not find what the layer could hold.
+# short training does not find the solution that the layer could hold.
 #
 # Take it where the meaning of a token depends on what happened since: programs, games, entities that change. If speed
 # counts, or the state must not grow, take `gated-deltanet`, which has the same matrices in a state of constant size.
