@@ -159,7 +159,7 @@ def proof():
     last.mixer_residual.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     tokens = torch.randint(256, (8, 30))
     with torch.no_grad():
-        hidden, theirs, _ = model(tokens)
+        (hidden, theirs), _ = model(tokens)
         page = Layer(theirs.shape[-1], last.mixer.projection.shape[1], last.feed_forward.up.out_features)
         weights = last.state_dict()
         page.load_state_dict(

@@ -226,7 +226,7 @@ MISTAKES = [
     ("calibrate exits --thresholds 1e6", "--thresholds is 1e+06 but must be at most 10,000."),
     ("calibrate exits --search 1e9", "--search is 1e+09 but must be at most 1,000,000."),
     (f"calibrate exits --prompts {LARGE}", "--prompts is 1e+30 but must be below 2^63."),
-    ("calibrate exits --risk nan", "--risk nan"),
+    ("calibrate exits --risk nan", "--risk is nan but must be above 0"),
     ("calibrate exits --confidence 1", "must be above 0 and below 1"),
     ("calibrate exits --data paper.pdf", "is a PDF"),
     ("calibrate exits --data nothing.txt", "is empty"),

@@ -160,7 +160,7 @@ def inference_copy(model: Model, rows: int, steps: int, weights: str | None = No
     the next calls, until a call finds that it has changed. A copy has the bytes of the packed or narrow weights and
     shares the others. With hooks the model itself draws.
     """
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or any(isinstance(step, PackagedStep) for step in recordings_of(model)):
         return model
     copies: InferenceCopies = vars(model).setdefault("_inference_copies", InferenceCopies())
     for key, (unchanged, copied) in list(copies.items()):  # other threads may change them

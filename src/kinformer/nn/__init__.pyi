@@ -93,6 +93,7 @@ LinearClassificationHead = kinformer.heads.classes.LinearClassificationHead.Conf
 DistilledHead = kinformer.heads.classes.DistilledHead.Config
 PooledHead = kinformer.heads.classes.PooledHead.Config
 TokenClassificationHead = kinformer.heads.classes.TokenClassificationHead.Config
+SpanHead = kinformer.heads.classes.SpanHead
 EncoderLayer = kinformer.blocks.layer.EncoderLayer.Config
 MacaronEncoderLayer = kinformer.blocks.layer.MacaronEncoderLayer.Config
 ParallelEncoderLayer = kinformer.blocks.layer.ParallelEncoderLayer.Config

@@ -97,7 +97,9 @@ def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
         options = replace(options, member=member(options.member).name)
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if options.compile and shutil.which(compiler) is None:  # torch.compile would fail in the middle of the first step
-        raise KinformerError(f"`compile`: the C++ compiler {compiler!r} is missing; install it, or set CXX.")
+        raise KinformerError(
+            f"`compile`: the C++ compiler {compiler!r} is missing; install it, set CXX, or leave `compile` out."
+        )
     device = options.usable_device()
     if device.type == "cuda" and options.devices > torch.cuda.device_count():
         count = torch.cuda.device_count()

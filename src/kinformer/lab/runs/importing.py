@@ -98,7 +98,8 @@ def _checked(imported: Imported, config: ModelConfig, place: str) -> int:
     for name, weight in expected.items():
         if (shape := imported.weights[name].shape) != weight.shape:
             raise KinformerError(
-                f"{place}: {name} is {list(shape)}, not config.json's {list(weight.shape)}; restore both from a copy."
+                f"{place}: {name} is {list(shape)}, which is not what config.json says ({list(weight.shape)}); restore "
+                "both from a copy."
             )
     load_weights(model, {name: weight.to("meta") for name, weight in imported.weights.items()}, place)
     return sum(parameter.numel() for parameter in model.parameters())

@@ -80,7 +80,8 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
     for run in runs[1:]:
         if run.task.models.protocols[0] is not runs[0].task.models.protocols[0]:
             first = f"{runs[0].folder}, which is one of {runs[0].task.name}"
-            raise KinformerError(f"{run.folder}: has the task {run.task.name}, unlike {first}; evaluate it alone.")
+            what = f"is a run of the task {run.task.name}"
+            raise KinformerError(f"{run.folder}: {what}, unlike {first}; evaluate it alone.")
     chosen = options.task_options
     options_of_task = [options_for(run.task, "EvaluationOptions", chosen, str(run.folder)) for run in runs]
     if getattr(options_of_task[0], "harness", None) is not None:

@@ -71,7 +71,9 @@ def parallel_of(text: str) -> Parallel:
     if "fsdp" in sizes and "dp" in sizes:
         raise KinformerError(f"`parallel` {text}: fsdp shares the weights, and dp does not; give one of the two.")
     if "cp" in sizes and "ring" in sizes:
-        raise KinformerError(f"`parallel` {text}: cp gathers keys and values, ring passes them on; give one.")
+        raise KinformerError(
+            f"`parallel` {text}: cp gathers keys and values, ring passes them on; give one of the two."
+        )
     replicas, context = sizes.get("fsdp", sizes.get("dp", 1)), sizes.get("cp", sizes.get("ring", 1))
     return Parallel(sizes.get("tp", 1), replicas, "fsdp" if "fsdp" in sizes else "ddp", context, "ring" in sizes)
 

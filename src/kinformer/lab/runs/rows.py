@@ -120,7 +120,8 @@ def teacher_of(run: Run) -> WholeModel | None:
         return None
     teacher = open_run(name)
     if teacher.task.name != run.task.name:
-        raise KinformerError(f"`teacher` {name}: is for the task {teacher.task.name}; give a run of {run.task.name}.")
+        what = f"is a run of the task {teacher.task.name}"
+        raise KinformerError(f"`teacher` {name}: {what}; give one of {run.task.name}.")
     classes, learnt = ((item.data.get("identity") or {}).get("classes") for item in (teacher, run))
     if classes != learnt:
         raise KinformerError(

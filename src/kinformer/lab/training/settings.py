@@ -182,7 +182,8 @@ class Settings(Checked):
         if self.stages and self.minutes is not None:
             raise KinformerError(f"`minutes` {self.minutes:g}: `stages` count steps; give `steps`, or `stages` [].")
         if self.patience and self.validate_every == 0:
-            raise KinformerError(f"`patience` {self.patience}: `validate_every` 0 makes no validations; change either.")
+            what = "counts validations, but `validate_every` is 0"
+            raise KinformerError(f"`patience` {self.patience}: {what}; change either.")
         if self.schedule == "plateau" and self.validate_every == 0:
             raise KinformerError("`schedule` plateau: `validate_every` 0 makes no validations; change either.")
         if self.average > 1 and self.checkpoint_every == 0:

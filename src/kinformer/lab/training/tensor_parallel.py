@@ -146,7 +146,9 @@ def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.
         for inner in module.modules():
             if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
                 what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
-                raise KinformerError(f"{path} cannot be divided: it has {what} for all heads; leave `parallel` tp out.")
+                raise KinformerError(
+                    f"{path} cannot be divided among processes: it has {what} for all heads; leave `parallel` tp out."
+                )
     return replaced
 
 
