@@ -139,6 +139,7 @@ def test_logits_and_generation(name, tmp_path):
         ("comba", {"num_v_heads": 3}, "num_v_heads is 3, but must be a multiple of num_heads"),
         ("comba", {"expand_v": 2.0}, "is not what config.json says"),
         ("mesa_net", {"lambda_lower_bound": 0.1}, "lambda_lower_bound is 0.1, but only 0.25"),
+        ("mesa_net", {"max_cg_step_decoding": 8}, "max_cg_step_decoding is 8, but only 30"),
         ("mesa_net", {"use_short_conv": False}, "use_short_conv is False, but only True"),
     ],
 )

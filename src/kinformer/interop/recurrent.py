@@ -495,6 +495,7 @@ def _delta_net(full: Settings) -> ConfigData:
 
 
 def _mesa_net(full: Settings) -> ConfigData:
+    full.require({"max_cg_step_decoding": full["max_cg_step_training"]})
     parts = {
         "rule": "mesa",
         "feature_map": {"kind": "unit"},

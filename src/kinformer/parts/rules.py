@@ -155,9 +155,6 @@ class DeltaRule(LinearRule):
 class AveragedDeltaRule(LinearRule):
     """The delta rule that corrects and reads averages (``kernels.linear.across.normalised_delta_rule``)."""
 
-    def __init__(self, eps: float, impl: LinearImpl) -> None:
-        super().__init__(eps, impl)
-
     def forward(
         self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
     ) -> tuple[Tensor, LinearState]:

@@ -18,7 +18,7 @@ from kinformer.runtime.errors import KinformerError, plural, spelled
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainOptions, CommonOptions):  # type: ignore[misc]
+class Train(TrainOptions, CommonOptions):  # type: ignore[misc]  # each base checks its own LEAST
     """Train a member; with ``--resume``, missing options are taken from the run."""
 
     def run(self) -> int:

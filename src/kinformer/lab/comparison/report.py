@@ -142,7 +142,8 @@ def _shape(index: int) -> int:
 
 def _drawable(points: Sequence[ChartPoint], log: str) -> Sequence[ChartPoint]:
     """Return at most ``MAX_POINTS`` points that the axes can show, with the first and the last point."""
-    points = [at for at in points if all(map(isfinite, at[:2])) and all(at[:2]["xy".index(axis)] > 0 for axis in log)]
+    logarithmic = ["xy".index(axis) for axis in log]
+    points = [at for at in points if all(map(isfinite, at[:2])) and all(at[:2][place] > 0 for place in logarithmic)]
     if len(points) <= MAX_POINTS:
         return points
     return [points[round(index * (len(points) - 1) / (MAX_POINTS - 1))] for index in range(MAX_POINTS)]

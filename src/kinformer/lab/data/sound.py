@@ -580,7 +580,8 @@ _JOINED = 0x4A4F494E
 
 
 class Utterances(Protocol):
-    """The utterances of a split: ``lengths`` int64 [count] in samples, and each one's samples and transcript."""
+    """The utterances of a split: ``lengths`` int64 [count] in samples, and for each number the samples, the
+    ``transcript`` and the ``name``, by which messages call it."""
 
     lengths: np.ndarray
 

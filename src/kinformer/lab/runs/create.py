@@ -32,7 +32,17 @@ from kinformer.lab.runs.planner import (
 )
 from kinformer.lab.runs.report import check_sampling
 from kinformer.lab.runs.rows import data_of, staged_rows
-from kinformer.lab.runs.run import BYTES, CHAT_TEMPLATE, TOKENIZER, Run, creating, open_run, require_empty, settings_in
+from kinformer.lab.runs.run import (
+    BYTES,
+    CHAT_TEMPLATE,
+    JOB,
+    TOKENIZER,
+    Run,
+    creating,
+    open_run,
+    require_empty,
+    settings_in,
+)
 from kinformer.lab.tasks.table import options_for
 from kinformer.lab.tasks.table import task as task_called
 from kinformer.lab.tasks.task import Task, TrainingPlan
@@ -45,9 +55,6 @@ from kinformer.runtime.errors import KinformerError, marked, plural, require
 from kinformer.runtime.files import load_weights, require_weights, write_atomic
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note, tolerant
-
-JOB = "job"
-"""The file of a run folder with the name of torchrun's job that trains it."""
 
 
 @dataclass(frozen=True)

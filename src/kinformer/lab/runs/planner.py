@@ -27,7 +27,7 @@ from kinformer.lab.runs.inheritance import inherited_config, require_width
 from kinformer.lab.runs.minutes import position_changes, with_vocabulary
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.rows import stage_plan
-from kinformer.lab.runs.run import BYTES, TOKENIZER, Run, open_run
+from kinformer.lab.runs.run import BYTES, FIELD, TOKENIZER, Run, open_run
 from kinformer.lab.tasks.table import options_for, refuse_options, task_for, tasks
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
@@ -39,8 +39,6 @@ from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
 from kinformer.runtime.files import absolute
 from kinformer.runtime.parsing import parse_json
-
-FIELD = "texts"
 
 
 @dataclass(frozen=True)

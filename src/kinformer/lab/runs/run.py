@@ -312,9 +312,11 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[
 # tells the remains of a killed creation from a user's own files. The next process that locks the folder removes the
 # remains.
 
-_MADE_FIRST = (TOKENIZER, CHAT_TEMPLATE, SPOOLED, WEIGHTS)
+FIELD, JOB = "texts", "job"
+"""The texts of a field of examples, and the name of torchrun's job that trains the run."""
+_MADE_FIRST = (TOKENIZER, CHAT_TEMPLATE, SPOOLED, FIELD, WEIGHTS)
 """The files that creating or importing a run may write before its config."""
-WRITTEN = (*_MADE_FIRST, CONFIG, METRICS, EVENTS, CHECKPOINTS, "additional_chat_templates", "texts", "job")
+WRITTEN = (*_MADE_FIRST, CONFIG, METRICS, EVENTS, CHECKPOINTS, "additional_chat_templates", JOB)
 """The files and folders of a training that has not yet saved weights."""
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from kinformer.family.table import member
-from kinformer.lab.runs.create import JOB, Plan, inheritance_text, plan, set_threads, with_member
+from kinformer.lab.runs.create import Plan, inheritance_text, plan, set_threads, with_member
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
-from kinformer.lab.runs.run import CONFIG, WRITTEN, Run, writing
+from kinformer.lab.runs.run import CONFIG, JOB, WRITTEN, Run, writing
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training import distributed
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, place_of_best

@@ -212,8 +212,8 @@ class Answer:
         scores = [item.score for item in tokens]
         return {
             "tokens": [self.spelled(item.token) for item in tokens],
-            "token_logprobs": [score and score.logprob for score in scores],
-            "top_logprobs": [score and self._top(score.top) for score in scores],
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": [None if score is None else self._top(score.top) for score in scores],
             "text_offset": [item.offset for item in tokens],
         }
 

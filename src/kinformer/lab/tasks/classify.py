@@ -339,8 +339,8 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[HeldOut
         )
 
     listops = LISTOPS if isinstance(run.options, ListOpsOptions) else None
-    held = HeldOut.of(run, settings, data := opened(listops or spec_of(run, settings.data)))
-    trained_on = data
+    trained_on = data = opened(listops or spec_of(run, settings.data))
+    held = HeldOut.of(run, settings, data)
     if not held.same:
         with suppress(KinformerError):
             trained_on = opened(listops or spec_of(run, None))

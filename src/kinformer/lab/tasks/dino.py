@@ -214,17 +214,18 @@ class DinoRows(HeldOutRows):
 def level_config(config: ModelConfig, level: int) -> ModelConfig:
     """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest
     encoder, which has the task's head, is not counted. A model that does not read tiles has one level, itself."""
-    result: list[ModelConfig] = []
-    inner: ModelConfig | None = config
-    while inner is not None and (inner := getattr(inner.input, "encoder", None)) is not None:
-        result.insert(0, inner)
-    result = result or [config]
-    if level > len(result):
+    inner: list[ModelConfig] = []  # from the top of the pyramid down
+    encoder = getattr(config.input, "encoder", None)
+    while encoder is not None:
+        inner.append(encoder)
+        encoder = getattr(encoder.input, "encoder", None)
+    levels = inner[::-1] or [config]
+    if level > len(levels):
         raise KinformerError(
-            f"`level` {level}: this model has {plural(len(result), 'level')} that can learn without labels; "
-            f"give {len(result)} or less."
+            f"`level` {level}: this model has {plural(len(levels), 'level')} that can learn without labels; "
+            f"give {len(levels)} or less."
         )
-    return result[level - 1]
+    return levels[level - 1]
 
 
 # Self-distillation without labels (Caron et al. 2021, DINO, section 3.1).

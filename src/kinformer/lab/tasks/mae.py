@@ -262,17 +262,15 @@ class MaskedPatches:
         return cls(data.options if isinstance(data, MaeRows) else MaeOptions())
 
     def __call__(self, model: Encoder, batch: MaeBatch, state: State, progress: float) -> ObjectiveOutput:
-        errors, _ = errors_of(model, batch, self.options.raw_pixels)
+        errors = errors_of(model, batch, targets_of(model, batch.images, self.options.raw_pixels).values)
         masked = masked_of(batch, errors.shape[1])
         error, count = torch.where(masked, errors, errors.new_zeros(())).sum(), masked.sum()
         return error / count, {"error": error.detach(), "predicted": count}, None
 
 
-def errors_of(model: Encoder, batch: MaeBatch, raw_pixels: bool) -> tuple[Tensor, Tensor]:
-    """Return the mean squared errors of the predictions and of predicting 0, [rows, patches]."""
-    targets = targets_of(model, batch.images, raw_pixels).values
-    errors = predict_patches(model, batch).to(targets.dtype) - targets
-    return errors.square().mean(-1), targets.square().mean(-1)
+def errors_of(model: Encoder, batch: MaeBatch, targets: Tensor) -> Tensor:
+    """Return the mean squared errors [rows, patches] of the predictions of ``targets`` [rows, patches, pixels]."""
+    return (predict_patches(model, batch).to(targets.dtype) - targets).square().mean(-1)
 
 
 # How well a run predicts the masked patches of held-out images, beside the mean of every patch.
@@ -303,7 +301,8 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
         seen = seen_patches(patches, run.options.masked, index, 0, MASKS)
         batch = map_fields(MaeBatch(pixels_of(held.split, index), seen), lambda field: field.to(device))
         # beside the model: predicting each patch's own mean (of raw pixels, the mean of all images)
-        return masked_of(batch, patches), *errors_of(model, batch, run.options.raw_pixels)
+        targets = targets_of(model, batch.images, run.options.raw_pixels).values
+        return masked_of(batch, patches), errors_of(model, batch, targets), targets.square().mean(-1)
 
     error, mean = means_of(count, quiet, score)
     what = "pixels" if run.options.raw_pixels else "pixels in units of each patch's deviation"

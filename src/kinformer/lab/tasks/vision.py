@@ -126,7 +126,8 @@ def _patches(data: ImageData, patch: int, input: object = None) -> dict[str, obj
     names = ("class_token", "distillation_token", "positions", "resize", "activation")
     mean, std = moments(data)
     sizes = {"size": list(data.shape[:2]), "channels": data.shape[2], "patch": patch, "mean": mean, "std": std}
-    return {name: getattr(input, name) for name in names if input is not None} | {"kind": INPUT, **sizes}
+    same = {} if input is None else {name: getattr(input, name) for name in names}
+    return {**same, "kind": INPUT, **sizes}
 
 
 def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:

@@ -370,7 +370,8 @@ def _caller_restored() -> Iterator[None]:
 
 
 class _Withheld(logging.Filter):
-    """A filter that withholds the messages of PyTorch's launcher, which hold the launcher's stack only."""
+    """A filter that withholds the messages of PyTorch's launcher, which hold only the launcher's stack
+    where a process was killed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -427,8 +427,9 @@ class Trainer:
     the end of that checkpoint's stage (``lab.training.schedule``), to which ``model`` and ``data`` belong.
 
     ``model`` is any module that the objective can call; where the data carries states, it has ``initial_state(batch)``.
-    The trainer changes ``model`` in place. ``quiet``: the trainer reports nothing. ``started_at``: when its minutes
-    began, by ``time.monotonic()``; now if None. ``reporter`` draws samples, and writes the page with every checkpoint.
+    The trainer changes ``model`` in place; with several processes the model belongs to the trainer from then on.
+    ``quiet``: the trainer reports nothing. ``started_at``: when its minutes began, by ``time.monotonic()``; now if
+    None. ``reporter`` draws samples, and writes the page with every checkpoint.
     """
 
     def __init__(
