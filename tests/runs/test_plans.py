@@ -12,12 +12,12 @@ from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import base_of, contestants, entrants, with_length
 from kinformer.lab.comparison.training import command_of
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.lab.runs.planner import Planner, checked, planner_for
-from kinformer.lab.tasks.table import task_for
+from kinformer.lab.runs.planner import Planner, checked, open_planner, planner_for, training_of_paper
+from kinformer.lab.tasks.table import options_for, task_for
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.settings import Settings
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, spelled
 
 FOR_IMAGES = {("image-transformer", "tiny-2d"), ("image-transformer", "small-2d")}
 """Recipes whose usual task is next-token, but whose pattern is for images: they name the task to give."""
@@ -58,8 +58,38 @@ def test_every_recipe_fits_the_usual_length_and_rows(opened, name):
 
 @pytest.mark.parametrize("name", [name for name, record in MEMBERS.items() if record.training])
 def test_a_papers_training_is_options_of_its_recipes(name):
-    for recipe, training in MEMBERS[name].training.items():
-        assert recipe in MEMBERS[name].recipes and vars(Settings(**training)).items() >= training.items()
+    record = MEMBERS[name]
+    for recipe, training in record.training.items():
+        task = task_for(record.task, configure(name, recipe), name)
+        settings, of_task = training_of_paper(TrainOptions(member=name, recipe=recipe, out="nowhere"), task)
+        assert recipe in record.recipes and settings | of_task == training
+        assert vars(Settings(**settings)).items() >= settings.items()
+        assert vars(options_for(task, "Options", of_task)).items() >= of_task.items()
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_recipe_of_a_paper_brings_its_training_or_says_so(name):
+    record = MEMBERS[name]
+    told = {
+        recipe
+        for departure in map(spelled, record.departures)
+        if (match := re.fullmatch(r"the recipe (.*) is trained by the usual settings: .*", departure))
+        for recipe in match[1].split(", ")
+    }
+    papers = {recipe for recipe in record.recipes if recipe.startswith("paper")}
+    assert papers - record.training.keys() == told
+
+
+def test_a_recipe_of_a_paper_brings_its_augmentation():
+    """DeiT's recipe changes images as in its table 9, unless another task trains it or options say otherwise."""
+
+    def planned(task, **more):
+        options = TrainOptions(member="deit", recipe="paper", task=task, data="digits", out="nowhere", **more)
+        return open_planner(options)[1].task_options
+
+    assert planned("vision").items() >= {"smoothing": 0.1, "repeats": 3}.items()
+    assert planned("vision", task_options={"repeats": 1})["repeats"] == 1
+    assert "augment" not in planned("mae")
 
 
 def test_a_recipe_is_trained_as_in_its_paper_unless_set_otherwise(opened):

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, drop, part, translating
+from kinformer.family.record import (
+    ENCODER,
+    POST_NORM,
+    T5_TRAINING,
+    Member,
+    Recipe,
+    Settings,
+    drop,
+    part,
+    translating,
+    usual_training,
+)
 
 # Universal Transformer: one layer is applied several times, to each token as often as the token needs.
 
@@ -40,6 +51,7 @@ UNIVERSAL = Member(
         "vector that other tokens see continues to change (stack.halting.halted=evolving)",
         "halting weights begin at zero, so that at first all tokens take equally many steps",
         "recipe small has as many layers as other members of that budget, used twice",
+        usual_training("paper", "paper-post-norm", "paper-act"),
     ),
     exact_limit="without halting (stack.halting=null) a stack of tied layers of exact attention",
     parity=("tensor2tensor: adaptive computation time (tests/stacks/test_universal.py)",),
@@ -98,6 +110,7 @@ DEPTH_ADAPTIVE = Member(
         "source; other rules can be used there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
         "no dropout outside of the recipes paper",
+        usual_training("paper", "paper-multinomial", "paper-tied", "paper-mixed"),
     ),
     exact_limit="without a rule (stack.rule=null) it is exact attention of all layers",
     use_when="easy tokens should leave early, by a learnt rule",
@@ -153,6 +166,10 @@ CALM = Member(
     exact_limit="without thresholds, or with thresholds above 1, it is exact attention of all layers",
     use_when="generation should be faster within a risk that you set",
     avoid_when="every bit of quality counts",
+    training={  # section 4: T5's optimiser
+        name: {**T5_TRAINING, "steps": 500_000, "lr": 1e-3, "schedule": "constant", "warmup": 0}
+        for name in ("paper", "paper-saturation", "paper-classifier")
+    },
     recipes={
         "tiny": Recipe(32, 3, 2, _calm()),
         "small": Recipe(256, 4, 4, _calm()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from kinformer.family.record import Member, Recipe, Settings, drop, part
+from kinformer.family.record import Member, Recipe, Settings, drop, part, usual_training
 
 # GTrXL: Transformer-XL whose residuals are gates that begin nearly closed.
 
@@ -38,6 +38,7 @@ GTRXL = Member(
         "recipe small is narrower than in other members, since gates double a layer's weights",
         "of the recipe paper the width (256), the depth, the heads and the memory are recalled from the paper, not "
         "held to it again; segments, and feed-forwards four times as wide, are ours",
+        usual_training("paper", why="the paper's are settings of V-MPO"),
     ),
     exact_limit="segment >= length: exact attention with relative positions, behind gates",
     needs={"segments": True},

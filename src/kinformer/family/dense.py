@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, noam, part, sizes, translating
+from kinformer.family.record import (
+    ENCODER,
+    POST_NORM,
+    T5_TRAINING,
+    Member,
+    Recipe,
+    Settings,
+    noam,
+    part,
+    sizes,
+    translating,
+    usual_training,
+    words_training,
+)
 
 # GPT: the plain decoder, what every other member is compared with.
 
@@ -69,7 +82,10 @@ VANILLA = Member(
     parity=("Marian of transformers: logits of imported checkpoints (tests/interop/test_marian.py)",),
     use_when="one sequence becomes another, as in translation",
     avoid_when="a text is only to be continued: a decoder does that with half of the parts",
-    training={"paper": noam(512, steps=100_000, average=5), "paper-big": noam(1024, steps=300_000, average=20)},
+    training={  # section 5; 800 pairs of sentences have about 25,000 tokens on either side
+        "paper": noam(512, steps=100_000, batch_size=800, average=5),
+        "paper-big": noam(1024, steps=300_000, batch_size=800, average=20),
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _VANILLA, translating()),
         "small": Recipe(256, 4, 4, _VANILLA, translating(0.1)),
@@ -144,6 +160,23 @@ MACARON = Member(
     parity=("macaron-net, the authors' code: its encoder and decoder layers (tests/blocks/test_macaron.py)",),
     use_when="you compare wirings of a layer",
     avoid_when="quality per minute counts: its second feed-forward has not paid for its time in our measurements",
+    training={  # the authors' scripts
+        "paper": noam(512, 8000, lr=1.5e-3, batch_size=64, length=512),
+        "paper-big": noam(1024, 8000, lr=3e-3, batch_size=512, length=512),
+        "paper-translate": noam(512, 8000, lr=1.5e-3, batch_size=1000),
+        "paper-encoder": {
+            "steps": 800_000,
+            "batch_size": 250,
+            "length": 512,
+            "lr": 3e-4,
+            "schedule": "linear",
+            "warmup": 1,
+            "beta2": 0.999,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.01,
+            "clip": 0.0,
+        },
+    },
     recipes={
         "tiny": _macaron(32, 2, 2),
         "small": _macaron(256, 4, 4),
@@ -194,6 +227,9 @@ PRIMER = Member(
     ),
     use_when="you want the convolutions of q, k and v and the squared ReLU that its authors' search chose",
     avoid_when="steps must be the fastest",
+    training={  # the authors' README, for C4
+        name: {**T5_TRAINING, "steps": 1_000_000} for name in ("paper", "paper-medium", "paper-whole")
+    },
     recipes={
         **sizes(_PRIMER),
         "tiny-whole": Recipe(32, 2, 2, _PRIMER, _WHOLE),
@@ -285,6 +321,7 @@ ROPE = Member(
     parity=("GPT-NeoX and RoFormer of transformers, in float64 (tests/family/test_parity_rope.py)",),
     use_when="you want the best plain baseline; it learns faster than `gpt`, without a table that limits the length",
     avoid_when="the state must not grow",
+    training={"paper": {"steps": 100_000, "batch_size": 64, "length": 512, "lr": 1e-5}},  # section 4.2
     recipes={
         **sizes(_ROPE),
         "paper": Recipe(
@@ -310,11 +347,13 @@ ALIBI = Member(
         "embeddings and softmax over the vocabulary are not adaptive",
         "GELU, but the recipe paper, which has ReLU as published",
         "no dropout unless asked for",
+        "paper: momentum without Nesterov's step, and one cosine (the authors': several)",
     ),
     exact_limit="slopes of zero: exact attention without positions",
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
     use_when="you generate or evaluate texts longer than in training: its quality holds there, as measured",
     avoid_when="far tokens matter as much as near ones: its biases fade them out",
+    training={"paper": words_training(512)},
     recipes={**sizes(_ALIBI), "paper": Recipe(1024, 16, 8, _ALIBI, activation="relu", vocab_size=267744)},
 )
 
@@ -380,21 +419,7 @@ T5 = Member(
     results=("sparse",),
     use_when="you want relative positions without a limit, or continue weights in T5's manner",
     avoid_when="speed decides: a bias by distance costs more than rotating",
-    training={  # section 3.1.2: Adafactor at 1 / sqrt(max(step, 10,000))
-        name: {
-            "steps": 524_288,
-            "batch_size": 128,
-            "length": 512,
-            "optimizer": "adafactor",
-            "lr": 0.01,
-            "schedule": "inverse-sqrt",
-            "warmup": 10_000,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.0,
-            "clip": 0.0,
-        }
-        for name in ("paper", "paper-small")
-    },
+    training={name: {**T5_TRAINING, "steps": 524_288} for name in ("paper", "paper-small")},
     recipes={
         **sizes(_T5),
         "paper": Recipe(768, 12, 12, _T5, vocab_size=32128),
@@ -420,6 +445,7 @@ DA_TRANSFORMER = Member(
         "the rates w begin spread from -0.1 to 0.1 over the heads and v at 0; the paper does not say how they begin",
         "pre-norm with GELU, but the recipe paper, which is post-norm with ReLU",
         "no dropout unless asked for",
+        usual_training("paper"),
     ),
     exact_limit="none; with w = 0 it is exact attention by rectified scores",
     results=("extrapolation", "sparse"),
@@ -458,6 +484,7 @@ COMPLEX_ORDER = Member(
         "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
         "twice as wide as other members' at as many weights",
         "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",
+        usual_training("paper"),
     ),
     exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
     parity=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kinformer.family.record import ENCODER, Member, Recipe, Settings, part
+from kinformer.family.record import ENCODER, Member, Recipe, Settings, part, usual_training
 
 # BERT: the plain encoder, the baseline of the encoders of long documents.
 
@@ -95,6 +95,10 @@ BIG_BIRD = Member(
     ),
     use_when="long documents need far links besides a window and global tokens",
     avoid_when="texts have fewer than a few thousand tokens: its blocks cover everything then",
+    training={  # appendix E.1
+        name: {"steps": 500_000, "batch_size": 256, "length": 4096, "lr": 1e-4, "beta2": 0.999, "weight_decay": 0.01}
+        for name in ("paper", "paper-etc", "paper-large")
+    },
     recipes={
         "tiny": _big_bird(32, 2, 2, 4, 1, position=part("learned", max_length=128)),
         "tiny-etc": _big_bird(32, 2, 2, 4, 1, extra=3, position=part("learned", max_length=128)),
@@ -133,6 +137,7 @@ BLOCKBERT = Member(
         "a token whose block is beyond the end of a text sees nothing in that head",
         "the paper's vocabulary is not published; the paper recipes take BERT's vocabulary",
         "no next-sentence prediction, and no dropout unless asked for",
+        usual_training("paper", "paper-three"),
     ),
     exact_limit="one block",
     use_when="a BERT must fit into less memory, with heads that see blocks of the text",
@@ -180,10 +185,15 @@ ETC = Member(
         "contrastive prediction (`objective` mlm-cpc), whose code is not released, standardises features over a batch",
         "long and global input are normed by one layer norm at the embedding",
         "no dropout unless asked for",
+        "paper and paper-large bring the authors' optimiser and batch, and the usual schedule",
     ),
     exact_limit="window >= length, shared output projection and relations of nothing (over global and long input)",
     use_when="documents have structure (sentences, questions) that a global input can stand for",
     avoid_when="texts are flat: `longformer` needs less care",
+    training={  # section 4: LAMB, as "large batch optimization" has it
+        name: {"optimizer": "lamb", "batch_size": 512, "length": 4096, "beta2": 0.999, "weight_decay": 0.01}
+        for name in ("paper", "paper-large")
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _etc(4, 3, sentence=8)),
         "small": Recipe(256, 4, 4, _etc(64, 12, sentence=64)),
@@ -232,7 +242,8 @@ LONGFORMER = Member(
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
     training={  # section 5: masked language modelling that continues from RoBERTa
-        "paper": {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999}
+        name: {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999}
+        for name in ("paper", "paper-large")
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _longformer((4, 8)), {"position.max_length": 128}),
@@ -272,6 +283,7 @@ LINFORMER = Member(
         "windows of a mean or a convolution that begin beyond the end of a text are not attended to",
         "bytes are the default vocabulary",
         "no dropout unless asked for",
+        usual_training("paper", "paper-heads"),
     ),
     exact_limit="rank = max_length = length with E = F = 1, or windows of one token",
     parity=("another implementation, in float64 (tests/mixers/test_linformer.py)",),
@@ -322,6 +334,7 @@ SINKHORN = Member(
         "Gumbel noise in training alone",
         "the mixture with plain attention is a list of layers (`set` layers.0.mixer=bidirectional)",
         "the recipes predict masked tokens; the paper's encoders classify",
+        usual_training("paper"),
     ),
     exact_limit="one block (block >= length), or two that change places; causal: two blocks",
     parity=("another implementation: sorting, in float64 (tests/mixers/test_sinkhorn.py)",),
@@ -368,6 +381,7 @@ STAR = Member(
         "small and benchmark have the updates in place of attention, in layers with residuals and feed-forwards",
         "masked tokens are predicted, which the paper does not",
         "no dropout unless asked for",
+        usual_training("paper"),
     ),
     exact_limit="3 tokens or fewer: each sees all tokens, beside its own input and the relay; the relay always does",
     parity=("the authors' code (tests/mixers/test_star.py)",),

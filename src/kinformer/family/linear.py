@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kinformer.family.record import POST_NORM, Member, Recipe, Settings, llama, part, sizes, translating
+from kinformer.family.record import POST_NORM, Member, Recipe, Settings, llama, part, sizes, translating, usual_training
 
 _RELU: Settings = {"activation": "relu"}
 
@@ -38,6 +38,7 @@ LINEAR_TRANSFORMER = Member(
         "models of images (paper-mnist, paper-cifar) concatenate two halves and mix ten logistics",
         "the first value of an image is predicted too, from a learned vector (the authors' code: not at all); no "
         "dropout unless asked for (the authors: 0.1)",
+        usual_training("paper", why="the authors trained models of these sizes on images alone"),
     ),
     exact_limit="none finite (elu + 1 is not the exponential); quadratic features give the squared kernel exactly",
     parity=("pytorch-fast-transformers 0.4.0, the authors' code (tests/family/test_parity.py)",),
@@ -46,6 +47,20 @@ LINEAR_TRANSFORMER = Member(
     avoid_when=(
         "many things must be recalled exactly, or texts are far longer than in training: its sum never forgets"
     ),
+    training={  # the authors' code
+        name: {
+            "steps": steps,
+            "batch_size": rows,
+            "optimizer": "radam",
+            "lr": lr,
+            "schedule": "constant",
+            "warmup": 0,
+            "beta2": 0.999,
+            "weight_decay": 0.01,
+            "clip": 0.0,
+        }
+        for name, steps, rows, lr in (("paper-mnist", 937_500, 16, 1e-4), ("paper-cifar", 500_000, 10, 2e-4))
+    },
     recipes={
         **sizes(_LINEAR),
         "benchmark": Recipe(256, 4, 4, _LINEAR, _RELU),
@@ -119,6 +134,7 @@ PERFORMER = Member(
         "random features are redrawn every 1000 training steps from the run's seed (the authors' code: as often as "
         "its caller wants)",
         "pre-norm, and GELU in the recipes tiny and small",
+        usual_training("paper"),
     ),
     exact_limit="softmax attention as the number of random features grows; its error falls as one over their root",
     parity=("performer-pytorch 1.1.4: features, and attention over them, in float64 (tests/family/test_performer.py)",),
@@ -156,6 +172,7 @@ RFA = Member(
         "features 0.1 [sin, cos] of any number)",
         "the softmax over the vocabulary is not adaptive, and the embedding is tied to it",
         "translating recipes have the gate",
+        usual_training("paper"),
     ),
     exact_limit="softmax attention of normalised queries and keys without the gate, as the number of features grows",
     parity=("the authors' code, without its gate (tests/family/test_kernel_members.py)",),
@@ -211,6 +228,18 @@ RETNET = Member(
     parity=("flash-linear-attention's RetNet, whole (tests/interop/test_fla_folders.py)",),
     use_when="you want a constant state, stable over any length, with the simplest decay",
     avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
+    training={  # section 3.1: batches of 4 million tokens
+        "paper": {
+            "steps": 25_000,
+            "batch_size": 2048,
+            "length": 2048,
+            "lr": 6e-4,
+            "schedule": "linear",
+            "warmup": 375,
+            "beta2": 0.98,
+            "weight_decay": 0.05,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _retnet(32), hidden_dim=64),
         "small": Recipe(256, 4, 4, _retnet(128), hidden_dim=512),
@@ -260,6 +289,16 @@ GATED_DELTANET = Member(
     results=("state_tracking",),
     use_when="you want endless text in constant memory: of members with a constant state it is the first to try",
     avoid_when="everything in a long context must be recalled exactly",
+    training={  # section 4: 100 billion tokens, half a million in a batch
+        "paper": {
+            "steps": 190_735,
+            "batch_size": 128,
+            "length": 4096,
+            "lr": 4e-4,
+            "warmup": 1907,
+            "weight_decay": 0.1,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _DELTANET),
         "small": Recipe(256, 4, 4, _DELTANET),
@@ -288,6 +327,7 @@ COMBA = Member(
         "the share of the state that a key erases is below its beta (flash-linear-attention, which holds the authors' "
         "code, norms the erasing key again, so that the share is beta there; an import keeps that)",
         "the correction of queries begins at 0.02 in all recipes, as the authors advise for small models (theirs: 1)",
+        usual_training("paper"),
     ),
     exact_limit="no finite limit; without decay, without a correction and with the whole feedback it is the delta rule",
     parity=(
@@ -331,6 +371,7 @@ KDA = Member(
         "KDA in all layers, GELU feed-forwards and layer norms around them in all recipes but hybrid and paper (the "
         "authors': gated feed-forwards, mostly mixtures of experts, and RMS norms)",
         "the state of the latent attention in the recipes hybrid and paper grows with the text",
+        "paper: Muon at a constant rate (the authors': MuonClip, whose rate falls at the end)",
     ),
     exact_limit="no finite limit; with equal decays of a head's channels it is Gated DeltaNet, whose gate has low rank",
     parity=(
@@ -340,6 +381,16 @@ KDA = Member(
     ),
     use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
     avoid_when="speed decides: decays by channel cost time, as measured",
+    training={  # section 5: batches of 32 million tokens
+        "paper": {
+            "batch_size": 8192,
+            "length": 4096,
+            "optimizer": "muon",
+            "lr": 1.1e-3,
+            "schedule": "constant",
+            "weight_decay": 0.1,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _kda(16)),
         "small": Recipe(256, 4, 4, _kda(64)),
@@ -396,6 +447,7 @@ GDN2 = Member(
         "the low-rank gate of the outputs is without a bias",
         "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
         "the recipe paper has the sizes of flash-linear-attention's layer, and as many layers as Gated DeltaNet's",
+        usual_training("paper"),
     ),
     exact_limit="no finite limit; where both gates are one number for all channels it is Kimi Delta Attention",
     parity=(
@@ -440,6 +492,7 @@ MESANET = Member(
         "conjugate gradients divide by the numbers themselves (the authors' code: plus 1e-5), and begin at 0 while "
         "generating as in training",
         "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
+        usual_training("paper"),
     ),
     exact_limit="no finite limit; with as many iterations as a head has features it is one exact solve, and with a "
     "large penalty linear attention",
@@ -490,6 +543,16 @@ GLA = Member(
     parity=("flash-linear-attention's GLA, whole (tests/interop/test_fla_folders.py)",),
     use_when="a small constant state has to recall, with decays that the text decides",
     avoid_when="facts are overwritten: the delta rule replaces them, this sum does not",
+    training={  # section 5.1: 15 billion tokens, half a million in a batch
+        "paper": {
+            "steps": 28_610,
+            "batch_size": 256,
+            "length": 2048,
+            "lr": 3e-4,
+            "warmup": 954,
+            "weight_decay": 0.01,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _GLA, {"mixer.head_dim": 8, "mixer.value_dim": 16}),
         "small": Recipe(256, 4, 4, _GLA, {"mixer.head_dim": 32, "mixer.value_dim": 64}),
@@ -545,6 +608,7 @@ MAMBA2 = Member(
     ),
     use_when="you want a constant state in the manner of state-space models, with few keys for many values",
     avoid_when="overwriting or exact recall counts",
+    training={"paper": {"length": 2048, "lr": 8e-4, "min_lr_ratio": 0.0125, "weight_decay": 0.1}},  # as Mamba's
     recipes={
         "tiny": Recipe(32, 2, 4, _mamba2(8, 16)),
         "small": Recipe(256, 4, 8, _mamba2(64, 64), hidden_dim=704),
@@ -575,6 +639,7 @@ RWKV7 = Member(
     departures=(
         "the first layer also has the weights of mixing values, without an effect there (the authors' is without them)",
         "shifts and biases begin as in a middle layer of the authors', weights as in all members",
+        usual_training("paper"),
     ),
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
     "channel",

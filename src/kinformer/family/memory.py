@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from kinformer.family.record import ENCODER, POST_NORM, Member, Recipe, Settings, part, sizes, translating
+from kinformer.family.record import (
+    ENCODER,
+    POST_NORM,
+    Member,
+    Recipe,
+    Settings,
+    part,
+    sizes,
+    translating,
+    usual_training,
+    words_training,
+)
 
 # Transformer-XL: segments that see a memory of earlier segments, with positions by distance.
 
@@ -157,6 +168,7 @@ MEMORIZING = Member(
         "layers.N.mixer.position=t5",
         "only the layer with memories norms its queries and keys (the authors: all)",
         "AdamW unless set otherwise (the authors train with Adafactor)",
+        usual_training("paper"),
     ),
     exact_limit="memory_size = 0 or a closed gate: windowed attention; topk >= memories: attention to all memories",
     needs={"segments": True},
@@ -200,12 +212,14 @@ KNN_LM = Member(
         "keys in float16 beside int32 tokens (the authors' float16 store cuts tokens to int16); lists of one byte per "
         "number, or product-quantised where `key_bytes` says so, distances always computed from the stored keys",
         "a temperature and the number of neighbours are tuned beside the weight (the authors' temperature is 1)",
+        "paper: momentum without Nesterov's step, and one cosine (the authors': several)",
     ),
     exact_limit="weight 0, or no datastore: the decoder alone",
     parity=("the official code: the mixture of both distributions (tests/heads/test_knn.py)",),
     results=("datastore", "quantised_lists"),
     use_when="a text is to be added to a trained model without training",
     avoid_when="memory and search time at every token are too dear",
+    training={"paper": words_training(3072)},
     recipes={**sizes(_KNN), "paper": Recipe(1024, 16, 8, _KNN, {"layers.*.dropout": 0.3}, vocab_size=267_744)},
 )
 
@@ -234,6 +248,7 @@ SPALM = Member(
     exact_limit="a gate of 1, no neighbour, or no datastore: Transformer-XL",
     use_when="a datastore is at hand while you train, and a gate should decide when to use it",
     avoid_when="training is brief: mixing neighbours in, as `knn-lm` does, gained more",
+    training={"paper": TRANSFORMER_XL.training["paper"]},
     recipes={
         name: TRANSFORMER_XL.recipes[name].but(  # type: ignore[attr-defined]
             head=part("spalm", bias=True)
@@ -264,6 +279,7 @@ PKM = Member(
         "published batch norm",
         "in all recipes but paper, pre-norm and rotary positions",
         "the recipe small has few values, so that it costs as many weights as the plain decoder; benchmark has 16,384",
+        usual_training("paper"),
     ),
     exact_limit="topk = num_keys ** 2: a softmax over all products of keys; values of zero: no feed-forward there",
     parity=("the authors' code (tests/memory/test_product_keys.py)",),
@@ -329,6 +345,7 @@ TENSORIZED = Member(
         "blocks share their factors, as in the authors' code, so that more blocks do not add capacity (tested)",
         "cores begin as softmax of noise; the authors' are uninitialised memory",
         "dim * max_length^2 weights a layer, so that the recipes read 32 to 128 tokens (`length`)",
+        usual_training("paper", "paper-memory"),
     ),
     exact_limit="none with softmax: values of ones make every slice of the tensor the scores Q K^T",
     needs={"length": 32},
@@ -388,7 +405,7 @@ SHA_RNN = Member(
     departures=(
         "every query sees the same number of past tokens, counted by positions; the authors cut the memory to its last "
         "max - segment slots when a segment begins, so that later tokens of a segment see more than earlier ones",
-        "AdamW unless `optimizer` lamb is given, with which the authors train",
+        "AdamW unless `optimizer` lamb is given, with which the authors train, but in the recipe paper",
         "no dropout unless asked for, but in the recipe paper",
     ),
     exact_limit="memory >= length: attention over everything; without attention a stack of LSTMs",
@@ -397,6 +414,18 @@ SHA_RNN = Member(
     layer=2,
     use_when="you want a recurrent model with a little attention on one processor",
     avoid_when="long sequences are to be trained in parallel: its recurrence goes token by token",
+    training={  # the author's command
+        "paper": {
+            "batch_size": 16,
+            "length": 1024,
+            "optimizer": "lamb",
+            "lr": 2e-3,
+            "schedule": "constant",
+            "warmup": 800,
+            "beta2": 0.999,
+            "weight_decay": 0.0,
+        }
+    },
     recipes={
         "tiny": _sha_rnn(32, 2, memory=8),
         "small": _sha_rnn(256, 4, memory=1024),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from kinformer.family.record import Member, Recipe, Settings, llama, part, sizes
+from kinformer.family.record import Member, Recipe, Settings, llama, part, sizes, usual_training
 
 # Differential Transformer: attention is the difference of two softmaxes.
 
@@ -34,6 +34,17 @@ DIFFERENTIAL = Member(
     parity=("DiffLlamaAttention of transformers, in float64 (tests/mixers/test_differential.py)",),
     use_when="few relevant tokens stand among many others, and attention to all tokens is affordable",
     avoid_when="speed counts: it computes two softmaxes",
+    training={  # section 3.1: batches of 4 million tokens
+        "paper": {
+            "batch_size": 1024,
+            "length": 4096,
+            "lr": 3.2e-4,
+            "schedule": "linear",
+            "warmup": 1000,
+            "min_lr_ratio": 0.04,
+            "weight_decay": 0.1,
+        }
+    },
     recipes={
         **{name: recipe.but(_lambdas(recipe.depth)) for name, recipe in sizes(_ROTARY).items()},
         "paper": Recipe(
@@ -77,6 +88,18 @@ FORGETTING = Member(
     use_when="softmax attention should learn to forget, without a choice of positions, on texts longer than in "
     "training",
     avoid_when="the state must not grow",
+    training={  # the authors' configurations: 48 x 2^30 tokens
+        name: {
+            "steps": 92_160,
+            "batch_size": 32,
+            "length": 16_384,
+            "lr": lr,
+            "warmup": 512,
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.1,
+        }
+        for name, lr in (("paper", 1e-3), ("paper-pro", 2e-3))
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _FORGETTING),
         "small": Recipe(256, 4, 4, _FORGETTING),
@@ -125,6 +148,7 @@ PATH = Member(
         "keys in the state are float32: every token changes all of them",
         "layer norm and GELU in all recipes but paper and paper-fox",
         "the sizes of paper and paper-fox are the sizes of the Forgetting Transformer's 760M model",
+        usual_training("paper", "paper-fox"),
     ),
     exact_limit="with beta 0 it is exact attention without positions",
     parity=("the recurrence of section 3.1, key by key, in float64 (tests/mixers/test_path.py)",),
@@ -157,12 +181,23 @@ MLA = Member(
         "the experts of three groups of devices)",
         "positions are not stretched by YaRN",
         "layer norm and GELU in all recipes but paper",
+        "paper: batches do not grow, and the rate does not fall (the authors': from 2,304 rows on, and twice by 0.316)",
     ),
     exact_limit="with a latent as wide as the stream, queries straight from it and no rotary features it is softmax "
     "attention of normed inputs",
     use_when="every token is to see all earlier tokens, and the cache of keys and values must be small",
     avoid_when="texts are short, or the state must not grow at all",
     parity=("DeepseekV3Attention of transformers, in float64 (tests/mixers/test_latent.py)",),
+    training={  # section 3.1.2
+        "paper": {
+            "batch_size": 9216,
+            "length": 4096,
+            "lr": 2.4e-4,
+            "schedule": "constant",
+            "warmup": 2000,
+            "weight_decay": 0.1,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, mixer=part("latent", latent_dim=16)),
         "small": Recipe(256, 4, 4, mixer=part("latent", latent_dim=128)),
@@ -224,6 +259,7 @@ MIXTRAL = Member(
     departures=(
         "the balance of experts is counted by sequence (transformers': over a batch)",
         "layer norm in all recipes but paper",
+        usual_training("paper", why="the paper does not state them"),
     ),
     exact_limit="with one expert it is the member rope with a SwiGLU feed-forward",
     use_when="there is memory for more weights than a token may cost in operations",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.family.record import IMAGES, SPEECH, Member, Recipe, Settings, drop, part, plateau_training
+from kinformer.family.record import (
+    IMAGES,
+    SPEECH,
+    Member,
+    Recipe,
+    Settings,
+    drop,
+    part,
+    plateau_training,
+    usual_training,
+)
 
 # ViT: an encoder of patches of images.
 
@@ -15,6 +25,23 @@ def _patches(size: int, patch: int, **more: Any) -> dict[str, Any]:
 
 def _vit(size: int, patch: int, classes: int = 1000) -> Settings:
     return IMAGES | {"input": _patches(size, patch), "head": part("linear_classification", classes=classes)}
+
+
+_VIT_TRAINING: Settings = {"batch_size": 4096, "warmup": 10_000, "beta2": 0.999, "min_lr_ratio": 0.0}
+
+
+def imagenet_training(epochs: int, warmup: int, batch_size: int, images: int = 1_281_167) -> Settings:
+    """Return the settings that trainings on ImageNet share, with the augmentation of Touvron et al. 2020, table 9.
+    ``warmup``: the number of its epochs."""
+    return {
+        "steps": epochs * images // batch_size,
+        "batch_size": batch_size,
+        "warmup": warmup * images // batch_size,
+        "beta2": 0.999,
+        "weight_decay": 0.05,
+        "augment": "resized-crop,flip,randaugment,erasing,mixup,cutmix",
+        "smoothing": 0.1,
+    }
 
 
 VIT = Member(
@@ -32,6 +59,7 @@ VIT = Member(
         "the head's weights begin as the others' (theirs at zero), biases at zero (theirs N(0, 1e-6) in feed-forwards)",
         "an image is padded with zeros where its sides are not multiples of the patch",
         "no dropout unless asked for",
+        usual_training("paper-tiny", "paper-small", why="later papers have these sizes"),
     ),
     exact_limit="is exact attention",
     parity=(
@@ -40,17 +68,20 @@ VIT = Member(
     ),
     use_when="images are classified and labels are many, or a trained ViT is at hand",
     avoid_when="labels are few: add a teacher (`deit`) or pretrain by the task `mae` or `dino`",
-    training={  # table 3, the row of ImageNet
-        name: {
-            "batch_size": 4096,
-            "lr": 3e-3,
-            "warmup": 10_000,
-            "beta2": 0.999,
+    training={
+        **{  # table 3, the row of ImageNet
+            name: {**_VIT_TRAINING, "lr": 3e-3, "weight_decay": 0.3} for name in ("paper", "paper-large")
+        },
+        "paper-huge": {**_VIT_TRAINING, "lr": 3e-4, "weight_decay": 0.1, "schedule": "linear"},  # the row of JFT
+        "paper-384": {  # appendix B.1.1, fine-tuning
+            "steps": 20_000,
+            "batch_size": 512,
+            "optimizer": "sgd",
+            "lr": 0.03,
+            "warmup": 500,
             "min_lr_ratio": 0.0,
-            "weight_decay": 0.3,
-            "clip": 1.0,
-        }
-        for name in ("paper", "paper-large")
+            "weight_decay": 0.0,
+        },
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _vit(32, 4, classes=10)),
@@ -92,7 +123,7 @@ DEIT = Member(
     departures=(
         "the divergence of soft distillation is a mean over images, as in the paper; the authors' code divides by the "
         "number of classes too",
-        "repeated augmentation and an average of weights are options (`repeats` 3, `ema`)",
+        "an average of weights is an option (`ema`)",
         "an image is padded with zeros where its sides are not multiples of the patch",
         "without a teacher both heads learn the labels",
     ),
@@ -100,17 +131,18 @@ DEIT = Member(
     parity=("DeiT of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are classified with few labels, and a convolutional teacher exists",
     avoid_when="no teacher is at hand: it is `vit` then",
-    training={  # table 9: 300 epochs with 5 of warm-up; lr is 5e-4 * batch_size / 512
-        name: {
-            "batch_size": 1024,
-            "lr": 1e-3,
-            "warmup": 5 / 300,
-            "beta2": 0.999,
+    training={  # table 9: lr is 5e-4 * batch_size / 512
+        **{
+            name: {**imagenet_training(300, 5, 1024), "lr": 1e-3, "min_lr_ratio": 0.01, "clip": 0.0, "repeats": 3}
+            for name in ("paper", "paper-tiny", "paper-small")
+        },
+        "paper-384": {  # section 6
+            **imagenet_training(30, 5, 512),
+            "lr": 5e-6,
             "min_lr_ratio": 0.01,
-            "weight_decay": 0.05,
             "clip": 0.0,
-        }
-        for name in ("paper", "paper-tiny", "paper-small")
+            "weight_decay": 1e-8,
+        },
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _deit(32, 4, classes=10)),
@@ -181,17 +213,19 @@ SWIN = Member(
     parity=("Swin and Swin V2 of transformers: imported checkpoints (tests/interop/test_images.py)",),
     use_when="images are large, so that attention to all patches costs too much",
     avoid_when="images are small: `vit` learnt more from the same computation",
-    training={  # section 4.1: 300 epochs with 20 of warm-up
-        name: {
-            "batch_size": 1024,
+    training={
+        **{  # section 4.1
+            name: {**imagenet_training(300, 20, 1024), "lr": 1e-3, "min_lr_ratio": 0.005, "clip": 5.0}
+            for name in ("paper", "paper-small", "paper-base", "paper-v2", "paper-v2-base")
+        },
+        "paper-large": {  # on the 14.2 million images of ImageNet-22K
+            **imagenet_training(90, 5, 4096, images=14_200_000),
             "lr": 1e-3,
-            "warmup": 20 / 300,
-            "beta2": 0.999,
-            "min_lr_ratio": 0.005,
-            "weight_decay": 0.05,
+            "schedule": "linear",
+            "min_lr_ratio": 0.0,
+            "weight_decay": 0.01,
             "clip": 5.0,
-        }
-        for name in ("paper", "paper-small", "paper-base")
+        },
     },
     recipes={
         "tiny": _swin(16, (2, 2), 1, size=32, patch=2, window=4, classes=10),
@@ -240,6 +274,7 @@ CONVFORMER = Member(
     exact_limit="none: it does not attend, and is the baseline of the members of images",
     use_when="you need to know the gain of attention on images",
     avoid_when="you want attention",
+    training={"paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "clip": 0.0}},  # section 4
     recipes={
         "tiny": Recipe(32, 2, 2, _convformer(32, 4, classes=10)),
         "small": Recipe(256, 4, 4, _convformer(32, 4, classes=10)),
@@ -300,6 +335,16 @@ HIPT = Member(
     results=("pyramid",),
     use_when="images are very large, as slides are, and labels belong to whole images",
     avoid_when="an image fits into one encoder",
+    training={  # section 4.1: the highest encoder, a slide at a time
+        "paper": {
+            "batch_size": 1,
+            "lr": 2e-4,
+            "schedule": "constant",
+            "warmup": 0,
+            "beta2": 0.999,
+            "weight_decay": 1e-5,
+        }
+    },
     recipes={
         "tiny": _hipt(4, ((16, 1, 2), 8), ((24, 1, 2), 16), ((32, 2, 2), 32), classes=10),
         "small": _hipt(4, ((64, 2, 4), 16), ((64, 2, 4), 64), ((64, 2, 4), 256), classes=10),

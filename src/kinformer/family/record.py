@@ -349,6 +349,42 @@ def noam(dim: int, warmup: int = 4000, **more: Any) -> Settings:
     }
 
 
+T5_TRAINING: Settings = {
+    "batch_size": 128,
+    "length": 512,
+    "optimizer": "adafactor",
+    "lr": 0.01,
+    "schedule": "inverse-sqrt",
+    "warmup": 10_000,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 0.0,
+    "clip": 0.0,
+}
+"""The training of Raffel et al. 2020, section 3.1.2: Adafactor at the rate 1 / sqrt(max(step, 10,000))."""
+
+
+def words_training(length: int) -> Settings:
+    """Return the training of models of WikiText-103 by Baevski and Auli 2019 (arXiv 1809.10853), with 73,728 tokens in
+    a batch of rows of ``length`` tokens."""
+    return {
+        "steps": 286_000,
+        "batch_size": 73_728 // length,
+        "length": length,
+        "optimizer": "sgd",
+        "momentum": 0.99,
+        "lr": 1.0,
+        "warmup": 16_000,
+        "min_lr_ratio": 1e-4,
+        "weight_decay": 0.0,
+        "clip": 0.1,
+    }
+
+
+def usual_training(*recipes: str, why: str = "published settings are not at hand") -> str:
+    """Return the departure of recipes of a paper that bring no settings of training."""
+    return f"the recipe {', '.join(recipes)} is trained by the usual settings: {why}"
+
+
 def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
     """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: the learning rate is halved
     when the validation error stops decreasing."""

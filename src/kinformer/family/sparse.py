@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from kinformer.family.record import POST_NORM, Member, Recipe, Settings, drop, llama, part, translating
+from kinformer.family.record import (
+    POST_NORM,
+    Member,
+    Recipe,
+    Settings,
+    drop,
+    llama,
+    noam,
+    part,
+    translating,
+    usual_training,
+)
 
 # Sliding window: every token sees the last few tokens, which a state of constant size holds.
 
@@ -72,6 +83,7 @@ LOCAL = Member(
         "paper-longformer: windows grow from layer to layer by powers of two (the paper names the lowest and the "
         "highest), and count the keys that a token sees, itself included; its authors never released this model's "
         "code, and the sizes, the phases and their rates are recalled from the paper's table, not held to it again",
+        usual_training("paper", why="Mistral's are not published"),
     ),
     exact_limit="window >= length",
     parity=("openai/sparse_attention: the mask of its window (tests/patterns/test_published.py)",),
@@ -161,7 +173,10 @@ SPARSE_TRANSFORMER = Member(
     results=("sparse",),
     use_when="texts or images have a period (lines, columns) that a stride can follow",
     avoid_when="the structure does not have a fixed period, or the state must not grow",
-    training={"paper": {"warmup": 5000, "clip": 1.0}},  # section 7: then a cosine
+    training={  # section 7
+        name: {"lr": 3.5e-4, "warmup": 5000, "beta2": 0.999, "min_lr_ratio": 0.0, "weight_decay": 0.01}
+        for name in ("paper", "paper-cifar")
+    },
     recipes={
         "tiny": _sparse(32, 2, 2, part("fixed", segment=8, summary=2), _SHORT),
         "tiny-strided": _sparse(32, 2, 2, _TINY_STRIDED, _SHORT),
@@ -264,6 +279,7 @@ IMAGE_TRANSFORMER = Member(
     ),
     use_when="images are drawn value by value, and neighbours decide",
     avoid_when="the input is text",
+    training={name: noam(512) for name in ("paper", "paper-2d", "paper-super-resolution")},  # section 5
     recipes={
         "tiny": Recipe(32, 2, 2, _IMAGE_TRANSFORMER, _blocks(8)),
         "tiny-2d": Recipe(32, 2, 2, _IMAGE_TRANSFORMER, _TINY_AREAS),
@@ -332,6 +348,9 @@ REFORMER = Member(
         "depth"
     ),
     avoid_when="texts are short or training is brief: of all members of text it learnt least in equal minutes",
+    training={  # the authors' configuration
+        "paper": noam(1024, 2000, steps=100_000, batch_size=8, length=65_536)
+    },
     recipes={
         "tiny": _reformer(32, 2, 2, num_buckets=4, chunk_size=4, rounds=2, recompute=False),
         "small": _reformer(256, 4, 4, num_buckets=16, chunk_size=32, rounds=2),
@@ -393,6 +412,7 @@ ROUTING = Member(
     parity=("routing-transformer 1.6.1: clusters over whole texts, in float64 (tests/family/test_routing.py)",),
     use_when="long texts fall into topics, and a token should see the last tokens of its topic",
     avoid_when="exact recall counts, or training is brief: its clusters must form first",
+    training={"paper": noam(1024, lr=2e-4)},  # section 5
     recipes={
         "tiny": _routing(32, 2, 2, 3, 8),
         "small": _routing(256, 4, 4, 16, 128),
@@ -425,6 +445,7 @@ MOBA = Member(
         "depend on the cut of a text into chunks",
         "layer norm and GELU, and separate keys for every head (the authors' models: LLaMA's blocks); the recipe "
         "paper has the sizes of the first model of their scaling laws",
+        usual_training("paper"),
     ),
     exact_limit="with as many blocks to see as the text has it is softmax attention, with the same weights",
     parity=("moba_attn_varlen_naive of MoonshotAI/MoBA, in float32 (tests/mixers/test_chosen_blocks.py)",),
@@ -480,6 +501,7 @@ NSA = Member(
         "values are as wide as keys in the recipe paper (the paper: 128 and 192); the widths of its feed-forwards and "
         "its vocabulary are our choice, as the paper does not state them",
         "layer norm and GELU in all recipes but paper",
+        usual_training("paper", why="the paper does not state them"),
     ),
     exact_limit="with blocks of one token, all blocks seen, and a window as long as the text, every branch is softmax "
     "attention",

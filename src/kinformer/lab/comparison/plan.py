@@ -25,7 +25,15 @@ from kinformer.lab.data import FileTokenizer
 from kinformer.lab.estimation.estimate import state_bytes
 from kinformer.lab.runs.minutes import resized
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.lab.runs.planner import check_source, checked, group_of, named_data, open_planner, planner_for
+from kinformer.lab.runs.planner import (
+    check_source,
+    checked,
+    group_of,
+    named_data,
+    open_planner,
+    planner_for,
+    training_of_paper,
+)
 from kinformer.lab.tasks.table import task_for
 from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.settings import Settings
@@ -394,9 +402,11 @@ def base_of(entrant: Entrant, options: CompareOptions, task: Task) -> TrainOptio
     shared_values = {name: getattr(options, name) for name in shared}
     if options.length is not None and type(task).length is not Task.length:
         shared_values["length"] = None  # the data decide the length of each model
-    task_options = {**entrant.needs(task.Options), **options.task_options}
     # All members share one recipe of training, so the settings of a member's paper give way to the usual settings.
-    for name in member(entrant.member).training.get(recipe, {}):
+    published, of_task = training_of_paper(TrainOptions(member=entrant.member, recipe=recipe, out=options.out), task)
+    usual_options = {name: getattr(task.Options, name) for name in of_task}
+    task_options = {**usual_options, **entrant.needs(task.Options), **options.task_options}
+    for name in published:
         if shared_values.get(name) is None and name not in ("steps", "length"):
             usual = task.settings.get(name, getattr(Settings, name))
             shared_values[name] = () if name == "stages" else usual  # None would mean the recipe's stages

@@ -77,12 +77,24 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     """
     base = base_of(options)
     task = task_for(options.task or _task_of_lines(options), recipe_config(options, base, None), options.member)
+    _, published = training_of_paper(options, task)
+    options = replace(options, task_options={**published, **options.task_options})
     options_for(task, "Options", options.task_options)
     check_source(options, task)
     plan_config(options, base, task, None)
     spec = named_data(options, task, options.folder)
     options = with_vocabulary(options, task, cache(lambda: open_corpus(spec, holdout=options.holdout).splits))
     return planner_for(options, task, spec, base), options
+
+
+def training_of_paper(options: TrainOptions, task: Task) -> tuple[dict[str, Any], dict[str, object]]:
+    """Return the settings with which the paper trained the recipe, and its options of ``task``; none of the task's
+    options where the member is usually trained for another task."""
+    record = member(options.member)
+    training = record.training.get(options.recipe or "", {})
+    settings = {name: value for name, value in training.items() if hasattr(Settings, name)}
+    of_task = {name: value for name, value in training.items() if name not in settings}
+    return settings, of_task if task.name == record.usual_task else {}
 
 
 def _task_of_lines(options: TrainOptions) -> str | None:
@@ -212,7 +224,8 @@ def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run 
 def _settings(options: TrainOptions, task: Task, length: int | None) -> Settings:
     """Return the settings; a missing setting comes from the recipe's paper, then from the task. ``length`` is the
     number of positions of every row if the data decide it, else None."""
-    usual: dict[str, Any] = {**task.settings, **member(options.member).training.get(options.recipe or "", {})}
+    published, _ = training_of_paper(options, task)
+    usual: dict[str, Any] = {**task.settings, **published}
     if options.minutes is not None:
         usual.pop("steps", None)
     settings = options.settings()
