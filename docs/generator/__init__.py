@@ -11,9 +11,9 @@ from typing import Any
 
 def generate(docs: Path) -> None:
     """Write all generated pages below ``docs``."""
-    from generator import annotated, book, documents, measurements, members, notebook, parts, tasks
+    from generator import annotated, book, documents, measurements, members, notebook, papers, parts, tasks
 
-    for each in (annotated, book, members, tasks, parts, measurements, notebook, documents):
+    for each in (annotated, book, members, tasks, parts, measurements, papers, notebook, documents):
         each.generate(docs)
 
 

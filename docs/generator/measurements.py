@@ -18,7 +18,7 @@ SHOWS = "## What it shows"
 
 def generate(docs: Path) -> None:
     """Write the pages into ``docs/results``; those of result files that are gone go, too."""
-    folder, written = docs / "results", {"index.md"}
+    folder, written = docs / "results", {"index.md", "papers.md"}
     folder.mkdir(parents=True, exist_ok=True)
     for result in results():
         names = pictures(result, folder)
@@ -97,5 +97,7 @@ def overview() -> str:
         "## Results",
         table(("question", "headline figure", "date", "machine"), rows),
         after[after.index("\n## ") :].strip(),
-        contents(*(f"{title} <{path}>" for title, path in comparisons.items()), *(each.name for each in results())),
+        contents(
+            "papers", *(f"{title} <{path}>" for title, path in comparisons.items()), *(each.name for each in results())
+        ),
     )

@@ -213,6 +213,19 @@ def test_every_result_has_a_row_in_the_index_and_a_page():
             assert (BENCHMARKS / "pages" / target).is_file(), target
 
 
+def test_claims_and_recipes_of_papers_are_listed(tmp_path):
+    from generator import papers
+
+    claims = list(papers._claims())
+    assert {row[4] for row in claims} == {"yes", "partly", "no"} and len(claims) == len(set(claims))
+    for member, *_, command in claims:
+        assert re.match(r"\[([\w-]+)\]", member)[1] in MEMBERS and (ROOT / command.strip("`").split()[0]).is_file()
+    recipes = {(name, recipe) for name, record in MEMBERS.items() for recipe in record.recipes if "paper" in recipe}
+    rows = list(papers._recipes())
+    assert {(re.match(r"\[([\w-]+)\]", row[0])[1], row[1]) for row in rows} == recipes
+    assert all(row[2] for row in rows)
+
+
 def test_every_script_is_in_the_index():
     from generator.results import BENCHMARKS
 

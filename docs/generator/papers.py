@@ -1,0 +1,73 @@
+"""The page of papers: their claims beside our measurements, and their recipes with the training that they bring."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from generator.results import BENCHMARKS, results
+from generator.text import escaped, page, table, write
+from kinformer.family.table import MEMBERS
+from kinformer.runtime.errors import spelled
+
+USUAL = re.compile(r"the recipe (.*) is trained by the usual settings: (.*)")
+"""The departure of recipes without a training."""
+
+
+def generate(docs: Path) -> None:
+    """Write ``docs/results/papers.md``."""
+    claims = list(_claims())
+    count = {verdict: sum(row[4] == verdict for row in claims) for verdict in ("yes", "partly", "no")}
+    text = page(
+        "(papers)=\n# Papers: claims and recipes",
+        f"Of {len(claims)} claims of papers that we measured, {count['yes']} hold at the sizes that we train, "
+        f"{count['partly']} hold in part, and {count['no']} do not. Most papers train far larger models for far "
+        "longer; a claim that does not hold here may hold there.",
+        table(("member", "claim", "in the paper", "here", "holds", "command"), claims),
+        "## Recipes",
+        "A recipe whose name begins with paper has the sizes of its paper, and the training that the paper or the "
+        "authors' code states. `kinformer train MEMBER --recipe paper` uses both; an option on the command line wins.",
+        table(("member", "recipe", "training", "source"), _recipes()),
+    )
+    write(docs / "results" / "papers.md", text)
+
+
+def _claims() -> Iterator[tuple[str, ...]]:
+    found = {result.name: result for result in results()}
+    for row in tomllib.loads((BENCHMARKS / "claims.toml").read_text(encoding="utf-8"))["claims"]:
+        result = found[row["result"]]
+        verdict = " ".join(result.verdict.split())
+        yield (
+            _link(row["member"]),
+            escaped(row["claim"]),
+            escaped(row["there"]),
+            f"[{verdict}]({result.name}.md)",
+            row["holds"],
+            f"`benchmarks/{result.call}`",
+        )
+
+
+def _recipes() -> Iterator[tuple[str, ...]]:
+    for name, record in MEMBERS.items():
+        matches = filter(None, (USUAL.fullmatch(spelled(each)) for each in record.departures))
+        without = {recipe: match[2] for match in matches for recipe in match[1].split(", ")}
+        for recipe in record.recipes:
+            if recipe.startswith("paper"):
+                training = {key: value for key, value in record.training.get(recipe, {}).items() if key != "stages"}
+                words = ", ".join(f"{key.replace('_', ' ')} {_value(value)}" for key, value in training.items())
+                yield (
+                    _link(name),
+                    recipe,
+                    escaped(words or f"the usual settings: {without[recipe]}"),
+                    escaped(record.paper),
+                )
+
+
+def _value(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _link(member: str) -> str:
+    return f"[{member}](../members/{member}.md)"
