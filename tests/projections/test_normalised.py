@@ -1,5 +1,6 @@
 """QK-norm: the formula, grouped heads, and scores that do not grow with the stream."""
 
+import pytest
 import torch
 from torch.nn.functional import rms_norm
 
@@ -26,6 +27,18 @@ def test_queries_and_keys_do_not_grow_with_the_stream():
     x = torch.randn(2, 5, 16)
     for one, hundred in zip(projection(x)[:2], projection(100 * x)[:2], strict=True):
         torch.testing.assert_close(one, hundred, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("over", ["head", "heads", "by_head"])
+def test_without_weights_it_is_the_norm_before_its_weights_have_learnt(over):
+    def built(weight):
+        torch.manual_seed(0)
+        return Normalised.Config(inner=Grouped.Config(), over=over, weight=weight).build(16, 4, 8).double()
+
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    plain = built(False)
+    torch.testing.assert_close(plain(x), built(True)(x))
+    assert not any("norm" in name for name, _ in plain.named_parameters())
 
 
 def test_over_heads_it_is_one_norm_and_with_one_head_that_of_a_head():

@@ -421,7 +421,7 @@ class Normalised(Projection):
     The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
 
     ``over``: the features that share a root mean square: one head's, with one weight for all heads (head) or one for
-    each (by_head), or all heads' (heads).
+    each (by_head), or all heads' (heads). ``weight``: whether w_q and w_k are learnt, or 1.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -430,6 +430,7 @@ class Normalised(Projection):
         inner: ProjectionConfig = MultiHead.Config()
         over: Literal["head", "heads", "by_head"] = "head"
         eps: float = 1e-6
+        weight: bool = True
 
         def part(self, parts: int) -> Normalised.Config:
             if self.over == "heads":
@@ -453,7 +454,7 @@ class Normalised(Projection):
         self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, inner.context
         self.by_head = config.over == "by_head"
         shared = (1, 1) if config.over == "head" else (num_heads, inner.num_kv_heads)
-        self.q_norm, self.k_norm = (nn.RMSNorm(heads * head_dim, eps=config.eps) for heads in shared)
+        self.q_norm, self.k_norm = (nn.RMSNorm(heads * head_dim, config.eps, config.weight) for heads in shared)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.inner(x)
@@ -473,10 +474,11 @@ class Normalised(Projection):
 def normed(norm: nn.RMSNorm, x: Tensor, by_head: bool = False) -> Tensor:
     """Return ``norm`` of x [batch, heads, time, head_dim] in the dtype of ``x``, which under autocast is not the
     weight's; ``by_head``: of each head by itself, with its part of the weight."""
-    weight = norm.weight.to(x.dtype)
+    weight = None if norm.weight is None else norm.weight.to(x.dtype)
     if by_head:
-        return rms_norm(x, x.shape[-1:], None, norm.eps) * weight.view(x.shape[1], 1, -1)
-    if len(weight) == x.shape[-1]:
+        result = rms_norm(x, x.shape[-1:], None, norm.eps)
+        return result if weight is None else result * weight.view(x.shape[1], 1, -1)
+    if norm.normalized_shape[0] == x.shape[-1]:
         return rms_norm(x, norm.normalized_shape, weight, norm.eps)
     whole = rms_norm(merge_heads(x), norm.normalized_shape, weight, norm.eps)
     return whole.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
