@@ -151,7 +151,7 @@ def test_more_minutes_buy_a_step_however_slow_the_start_is(corpus: Corpus, tmp_p
 def test_validations_follow_what_is_trained() -> None:
     settings = Settings(steps=20)
     assert settings.cadences(20, validation=6.4) == (20, 2)
-    assert settings.cadences(20, validation=0.4) == (2, 2)
+    assert settings.cadences(20, validation=0.2) == (2, 2)
     assert settings.cadences(1000, validation=6.4) == (100, 100)
     assert Settings(steps=20, validate_every=3).cadences(20, validation=6.4) == (3, 2)
 

@@ -275,6 +275,7 @@ PKM = Member(
     causal=True,
     growth="linear",
     departures=(
+        "the memory takes the place of a feed-forward (the authors' may also stand behind a layer)",
         "queries are normed by layer norm in each half, which looks at no other token; the recipe paper has the "
         "published batch norm",
         "in all recipes but paper, pre-norm and rotary positions",

@@ -63,7 +63,7 @@ def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
 
 DEFAULT_STEPS = 1000
 PARTS_OF_A_RUN = 10
-VALIDATED_SHARE = 0.2
+VALIDATED_SHARE = 0.1
 LEAST_VALIDATED, MOST_VALIDATED, TRAINED_PER_VALIDATED = 16384, 65536, 16
 """Bounds of the tokens of a validation, and how many tokens a run of known steps trains on for each between them."""
 WARM_UP_STEPS = 20
@@ -141,7 +141,7 @@ class Settings(Checked):
     """The seed of the first weights, the order of the data and every random mask."""
     validate_every: int | None = None
     """Steps between validations. The default is a tenth of the run, or more where validations would take over a
-    fifth of the training's time; 0 means never."""
+    tenth of the training's time; 0 means never."""
     patience: int = 0
     """End the run after N validations in a row without a new best (0: never). The
     best weights are kept either way."""
