@@ -35,7 +35,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import encode_split, is_packed, open_packed
 from kinformer.lab.data.sampling import RandomWindows, Sampler, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError, require_share
+from kinformer.runtime.errors import KinformerError
 
 # Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
 # order.
@@ -92,7 +92,6 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 def joined(splits: Sequence[Split]) -> Split:
     """Return ``splits`` of one vocabulary, one after the other, as one."""
-    first = splits[0]
     runs = [split.extents for split in splits]
     kind = next((type(run) for run in runs if type(run) is not Extents), Extents)
     begins = np.cumsum([0, *map(len, splits)])
@@ -104,7 +103,7 @@ def joined(splits: Sequence[Split]) -> Split:
         tables = [np.asarray(split.marks) for split in splits]
         marks = np.concatenate([t + (a, b) for t, a, b in zip(tables, begins, bytes_before, strict=False)])
     return replace(
-        first,
+        splits[0],
         corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
         extents=kind([piece for run in runs for piece in run.pieces]),
         documents=np.concatenate([split.documents + begin for split, begin in zip(splits, begins, strict=False)]),
@@ -267,7 +266,6 @@ def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict
     the bytes. With it, that share is held out and is validation and test at once. Ten files or more are split by file.
     Fewer, or files too different in size to come within a factor of two of the shares, are split within each file by
     position: its last bytes are held out."""
-    require_share("holdout", holdout)
     shares = SHARES if holdout is None else (1 - holdout, holdout)
     parts = _by_file(files, shares)
     sizes = [sum(piece.size for piece in part) for part in parts]
@@ -294,9 +292,7 @@ def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
     taken: set[SourceFile] = set()
     filled = 0
     for file in files:
-        if filled >= _FULL * target:
-            break
-        if filled + file.size <= target:
+        if filled < _FULL * target and filled + file.size <= target:
             taken.add(file)
             filled += file.size
     return taken or set(sorted(files, key=lambda file: file.size)[:1])

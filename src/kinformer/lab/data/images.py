@@ -465,17 +465,13 @@ _WEIGHT = 32.0
 """How many counts the level above is worth."""
 
 
-def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+def floors(train: np.ndarray, held_out: np.ndarray, factor: int | None = None) -> dict[str, float]:
     """Return bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height,
-    width, channels]. All values are scored."""
-    train = train[:_MOST_TRAINED]
-    return {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
-
-
-def floor_over_source(train: np.ndarray, held_out: np.ndarray, factor: int) -> float:
-    """Return bits per dimension of ``held_out`` as :func:`floors` counts ``neighbours``, where images ``factor`` times
+    width, channels]. All values are scored. With ``factor``, ``source`` is ``neighbours`` where images so many times
     smaller (means of blocks of pixels) are known."""
-    return _neighbours(train[:_MOST_TRAINED], held_out, factor)
+    train = train[:_MOST_TRAINED]
+    counted = {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
+    return counted | ({} if factor is None else {"source": _neighbours(train, held_out, factor)})
 
 
 def reduced(images: np.ndarray, factor: int) -> np.ndarray:
@@ -512,12 +508,8 @@ def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
     """Return the number of each value's context, int64 like ``images``; with ``factor``, its block's mean is known."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
-    left, upper_left, upper, upper_right = (
-        padded[:, 1:, :-2],
-        padded[:, :-1, :-2],
-        padded[:, :-1, 1:-1],
-        padded[:, :-1, 2:],
-    )
+    left, upper_left = padded[:, 1:, :-2], padded[:, :-1, :-2]
+    upper, upper_right = padded[:, :-1, 1:-1], padded[:, :-1, 2:]
     if factor is not None:
         means = reduced(images, factor).astype(np.int64) * STEPS // LEVELS
         upper_right = means.repeat(factor, 1).repeat(factor, 2)
