@@ -35,7 +35,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.packed import encode_split, is_packed, open_packed
 from kinformer.lab.data.sampling import RandomWindows, Sampler, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, require_share
 
 # Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
 # order.
@@ -266,6 +266,7 @@ def partition(files: Sequence[SourceFile], holdout: float | None = None) -> dict
     the bytes. With it, that share is held out and is validation and test at once. Ten files or more are split by file.
     Fewer, or files too different in size to come within a factor of two of the shares, are split within each file by
     position: its last bytes are held out."""
+    require_share("holdout", holdout)
     shares = SHARES if holdout is None else (1 - holdout, holdout)
     parts = _by_file(files, shares)
     sizes = [sum(piece.size for piece in part) for part in parts]

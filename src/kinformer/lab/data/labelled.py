@@ -41,7 +41,7 @@ from kinformer.lab.data.files import (
 )
 from kinformer.lab.data.images import PARTS, SPLITS, check_splits, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
-from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path
+from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path, require_share
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 
@@ -561,6 +561,7 @@ def open_labelled(
 
     Raises :class:`KinformerError` for a missing path, and for a path without labelled examples.
     """
+    require_share("holdout", holdout)
     path = existing_path(spec, "give a folder with a folder per class, or a .tsv, .csv or .jsonl file")
     tokenizer = tokenizer or ByteTokenizer()
     files = folder_files(path) if path.is_dir() else [single_file(path)]
@@ -611,8 +612,9 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
     check_splits(path, parts, "classes")
     train = parts.pop("", None) or parts["train"]
     rows = hold_out(parts, [sha256(text).digest()[:8] for text, _ in train], holdout, path, "examples")
-    whole = {name: (examples, np.arange(len(examples))) for name, examples in parts.items()}
-    return whole | {name: (train, numbers) for name, numbers in rows.items()}
+    splits: BySplit = {name: (examples, np.arange(len(examples))) for name, examples in parts.items()}
+    splits |= {name: (train, numbers) for name, numbers in rows.items()}
+    return splits
 
 
 def _labelled_file(file: SourceFile, name: str) -> tuple[bytes, str]:
