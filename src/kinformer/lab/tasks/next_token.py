@@ -367,18 +367,16 @@ class DeepSupervision(nn.Module):
         loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
         for index, x in zip(taps, tapped, strict=True):
             loss = loss + self._layer(batch, *self.readers[index](x))
-        return loss + self._nothing(taps), {"nats": nats, "predicted": predicted(batch)}, state
+        # The stopped readers have a part of 0, since engines expect a gradient of every parameter.
+        idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
+        nothing = sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
+        return loss + nothing, {"nats": nats, "predicted": predicted(batch)}, state
 
     def _layer(self, batch: TokenBatch, following: Tensor | None, ahead: Tensor) -> Tensor:
         """Return a layer's loss from its logits of the next token, if it has some, and of the one after it."""
         valid = None if batch.valid is None else batch.valid[:, 1:] & batch.valid[:, :-1]
         loss = self.AHEAD * next_token_nats(ahead[:, :-1], batch.tokens[:, 2:], valid)[0]
         return loss if following is None else loss + next_token_nats(following, batch.tokens[:, 1:], batch.valid)[0]
-
-    def _nothing(self, taps: list[int]) -> Tensor | float:
-        """Return 0 with a graph to the stopped readers, as engines expect a gradient of every parameter."""
-        idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
-        return sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
 
 
 class _Reader(nn.Module):
