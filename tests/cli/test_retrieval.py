@@ -72,7 +72,7 @@ def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, stor
     settings = Settings(**dict(run.training))
     data = rows_of(run, plan_of(run, settings), "cpu")
     opened = Datastore(store)
-    start = int(data.texts.sampler.starts(5)[2])
+    start = int(data.sampler.starts(5)[2])
     batch = data.batch(5, 0, 1)
     assert batch.neighbours.shape == (4, 32, 3)
     assert batch.tokens[2].tolist() == corpus.splits["train"].tokens(start, 33).tolist()
@@ -83,7 +83,7 @@ def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, stor
     halves = [data.batch(5, rank, 2).neighbours for rank in range(2)]
     assert torch.equal(torch.cat(halves), batch.neighbours)
     keys = KeyedDecoder(kinformer.load(gpt_run))
-    table = data.held_out
+    table = data.neighbours["validation"]
     windows = corpus.splits["validation"].rows(np.array([0, 64]), 32)
     with torch.inference_mode():
         wanted = ExactSearch(opened).search(keys(torch.from_numpy(windows))[0].keys.flatten(0, 1), 3).tokens
@@ -92,7 +92,7 @@ def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, stor
     parts = [list(data.validation(rank, 3)) for rank in range(3)]
     for index, batch in enumerate(whole):
         assert batch.neighbours.shape[:2] == (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
-        place = int(data.texts.stream.starts[0]) + index * 32
+        place = int(data.stream.starts[0]) + index * 32
         assert np.array_equal(batch.neighbours[0], table[place : place + batch.neighbours.shape[1]])
         joined = torch.cat([part[index].neighbours for part in parts])[: len(batch.neighbours)]
         assert torch.equal(joined, batch.neighbours)

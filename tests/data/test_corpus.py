@@ -250,7 +250,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(KinformerError, match=r"secret.txt cannot be read \(Permission denied\); check"):
         open_corpus(str(path))
 

@@ -125,9 +125,9 @@ def test_how_deep_tokens_go_is_told_by_their_difficulty():
         place = (batch.scored.cumsum(1) - 1).clamp_min(0)
         depths.last = torch.where(batch.valid, 1 + arrived.gather(1, place), 0)
         by.note(batch, right)
-    carries = by.rows["carry"]
+    carries = by.facts["by_carry"]
     assert [row["ponder_steps"] for row in carries] == [1 + row["carry"] for row in carries] and len(carries) > 2
-    assert sum(row["tokens"] for row in carries) == sum(row["tokens"] for row in by.rows["place"]) == len(right)
+    assert sum(row["tokens"] for row in carries) == sum(row["tokens"] for row in by.facts["by_place"]) == len(right)
     assert sum(row["accuracy"] * row["tokens"] for row in carries) == pytest.approx(int(right.sum()))
 
 

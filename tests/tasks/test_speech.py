@@ -82,7 +82,7 @@ def test_a_language_model_beside_the_beam(tmp_path):
     (predicted,) = kinformer.predict(run, [str(path)], **beside, alpha=2.0, beta=9.0)
     generating = GenerateOptions(task_options={"audio": str(path), **beside, "alpha": 2.0, "beta": 9.0}, quiet=True)
     heard = generate(run, None, generating)
-    assert predicted["text"] == heard.transcript
+    assert predicted["text"] == heard.facts["text"]
     with pytest.raises(KinformerError, match="`?prefixes`? 1 searches nothing"):
         kinformer.evaluate(run, language_model=str(reader))
     with pytest.raises(KinformerError, match="predicts no text"):

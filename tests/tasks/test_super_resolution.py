@@ -10,7 +10,7 @@ import torch
 
 import kinformer
 from kinformer.lab.cli.main import main
-from kinformer.lab.data.images import floor_over_source, floors, read_images, reduced
+from kinformer.lab.data.images import floors, read_images, reduced
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.tasks.image import class_nats, shifted
 from kinformer.lab.tasks.super_resolution import EnlargingSequences
@@ -44,7 +44,8 @@ def test_small_images_are_means_of_blocks():
 def test_counting_knows_the_small_image():
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 2, (2000, 2, 2, 1), dtype=np.uint8).repeat(2, 1).repeat(2, 2) * 200
-    assert floor_over_source(blocks, blocks[:50], 2) < 0.15 < 0.4 < floors(blocks, blocks[:50])["neighbours"]
+    counted = floors(blocks, blocks[:50], 2)
+    assert counted["source"] < 0.15 < 0.4 < counted["neighbours"]
 
 
 def test_a_run_is_measured_over_the_small_images(cli, run):

@@ -1,6 +1,7 @@
 """Classes of pictures by a trained run: the same probabilities as the model's, whatever the pictures' sizes."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import kinformer
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import read_images
 from kinformer.lab.data.images import decode
+from kinformer.lab.tasks import evaluation, vision
+from kinformer.runtime.errors import KinformerError
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -88,3 +91,26 @@ def test_what_cannot_be_classified(capsys, tmp_path, run, folder, given, sentenc
     assert main(["generate", str(run), *(str(places.get(each, each)) for each in given)]) == 2
     told = capsys.readouterr().err.strip()
     assert sentence in told and "\n" not in told
+
+
+def test_a_bar_ends_before_an_error_is_told(run, folder, monkeypatch):
+    events = []
+
+    @contextmanager
+    def bar(quiet, label):
+        events.append("begins")
+        try:
+            yield None
+        finally:
+            events.append("ends")
+
+    def broken(model, batch):
+        raise KinformerError("the model's predictions are not finite numbers")
+
+    monkeypatch.setattr(evaluation, "progressing", bar)
+    monkeypatch.setattr(vision, "probabilities_of", broken)
+    try:
+        list(kinformer.predict(run, folder))
+    except KinformerError:
+        events.append("told")
+    assert events == ["begins", "ends", "told"]

@@ -18,7 +18,7 @@ from kinformer.lab.tasks import classify as label_rows
 from kinformer.lab.tasks.classify import Classification, LabelledBatch, Labels, measure_labels
 from kinformer.lab.tasks.mlm import MaskedBatch, MaskedLanguage, MaskedTokens, measure_masked
 from kinformer.lab.training.data_module import ObjectiveModule
-from kinformer.lab.training.loop import Validation
+from kinformer.lab.training.loop import validate
 from tests.training.tiny import CPU, SETTINGS, curve, gap, labelled, rewound, rows, train, trainer, weights
 
 MASKED: dict[str, Any] = {"model": {"member": "bert"}, "objective": "masked-language"}
@@ -86,10 +86,10 @@ def test_masks_differ_from_step_to_step_and_not_in_validation(corpus: Corpus, tm
     run = trainer(corpus, tmp_path, **MASKED, batch_size=2)
     steps = [run.data.batch(step, 0, 1) for step in range(3)]
     assert len({batch.positions.numpy().tobytes() for batch in steps if batch.positions is not None}) == 3
-    measure = [Validation(run.data, CPU)(run.engine) for _ in range(2)]
+    measure = [validate(run.engine, run.data, CPU) for _ in range(2)]
     assert measure[0] == measure[1]
     other = trainer(corpus, tmp_path, **MASKED, batch_size=16)
-    assert Validation(other.data, CPU)(run.engine) == pytest.approx(measure[0], rel=1e-6)
+    assert validate(run.engine, other.data, CPU) == pytest.approx(measure[0], rel=1e-6)
 
 
 def test_only_hidden_places_are_asked_for_and_padding_does_not_count() -> None:

@@ -19,7 +19,7 @@ for kind in ("adamw", "muon", "adafactor", "adagrad", "sgd", "lamb", "radam"):
     optimiser.step(0.1)
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters())), kind
     assert all(parameter.grad is None for parameter in model.parameters()), kind
-    for inner in optimiser.optimisers:
+    for inner, _ in optimiser.parts:
         inner.load_state_dict(inner.state_dict())
 assert "torch._dynamo" not in sys.modules, "an optimiser loaded the compiler"
 """

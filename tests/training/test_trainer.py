@@ -16,7 +16,7 @@ from kinformer.family.build import build
 from kinformer.lab.data import Corpus, SegmentStreams
 from kinformer.lab.tasks.next_token import NextTokenLoss, NextTokens, TokenBatch
 from kinformer.lab.training.data_module import ObjectiveModule
-from kinformer.lab.training.loop import Validation
+from kinformer.lab.training.loop import validate
 from kinformer.lab.training.optimisers import Optimiser
 from kinformer.lab.training.schedule import Schedule
 from kinformer.lab.training.settings import Settings
@@ -70,7 +70,7 @@ def test_a_metric_that_an_objective_forgets_is_one_sentence(corpus: Corpus, tmp_
     ):
         engine = ObjectiveModule(tiny.model, without(name), "fp32")
         with pytest.raises(KinformerError, match=message):
-            Validation(tiny.data, CPU)(engine)
+            validate(engine, tiny.data, CPU)
 
 
 @pytest.mark.parametrize("member", ["gpt", "linear-transformer", "fast-weights"])
@@ -221,13 +221,14 @@ def test_validation_lets_go_of_each_state_before_the_next_batch(corpus: Corpus) 
         return outcome
 
     data = NextTokens(corpus, SETTINGS)
-    Validation(data, CPU)(ObjectiveModule(build("gpt", "tiny", 256), objective, "fp32"))
+    validate(ObjectiveModule(build("gpt", "tiny", 256), objective, "fp32"), data, CPU)
     assert data.validations > 1 and alive
 
 
 def test_validation_is_the_mean_over_fresh_windows(corpus: Corpus) -> None:
     model = build("gpt", "tiny", 256)
-    measured = Validation(NextTokens(corpus, SETTINGS), CPU)(ObjectiveModule(model, NextTokenLoss(), "fp32"))["nats"]
+    engine = ObjectiveModule(model, NextTokenLoss(), "fp32")
+    measured = validate(engine, NextTokens(corpus, SETTINGS), CPU)["nats"]
     kept = corpus.splits["validation"].take(256)
     tokens = torch.from_numpy(kept.rows(torch.tensor([0]).numpy(), 256))[0]
     part = 64
@@ -254,7 +255,7 @@ def test_probing_leaves_nothing_behind(corpus: Corpus, tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert run.update.seconds_per_step(0.0) > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
-    assert not any(optimiser.state for optimiser in run.update.optimiser.optimisers)
+    assert not any(optimiser.state for optimiser, _ in run.update.optimiser.parts)
 
 
 class Costly(NamedTuple):
@@ -310,7 +311,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     for kind in ("adamw", "muon"):
         optimiser = Optimiser(model, Settings(optimizer=kind, weight_decay=0.3))
         seen = 0
-        for part in optimiser.optimisers:
+        for part, _ in optimiser.parts:
             for group in part.param_groups:
                 for parameter in group["params"]:
                     assert group["weight_decay"] == (0.3 if parameter.dim() >= 2 else 0.0)

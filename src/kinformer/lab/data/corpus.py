@@ -92,7 +92,6 @@ def counts_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 def joined(splits: Sequence[Split]) -> Split:
     """Return ``splits`` of one vocabulary, one after the other, as one."""
-    first = splits[0]
     runs = [split.extents for split in splits]
     kind = next((type(run) for run in runs if type(run) is not Extents), Extents)
     begins = np.cumsum([0, *map(len, splits)])
@@ -104,7 +103,7 @@ def joined(splits: Sequence[Split]) -> Split:
         tables = [np.asarray(split.marks) for split in splits]
         marks = np.concatenate([t + (a, b) for t, a, b in zip(tables, begins, bytes_before, strict=False)])
     return replace(
-        first,
+        splits[0],
         corpus=" + ".join(dict.fromkeys(split.corpus for split in splits)),
         extents=kind([piece for run in runs for piece in run.pieces]),
         documents=np.concatenate([split.documents + begin for split, begin in zip(splits, begins, strict=False)]),
@@ -294,9 +293,7 @@ def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
     taken: set[SourceFile] = set()
     filled = 0
     for file in files:
-        if filled >= _FULL * target:
-            break
-        if filled + file.size <= target:
+        if filled < _FULL * target and filled + file.size <= target:
             taken.add(file)
             filled += file.size
     return taken or set(sorted(files, key=lambda file: file.size)[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import stat
@@ -70,7 +71,7 @@ def check_plain(path: Path) -> None:
     """Refuse packed files, tables, documents, UTF-16 and JSON lines; note bytes without text."""
     refuse_packed(path)
     head = _head(path)
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_utf16(head):
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")) and _is_text(head, "utf-16"):
         raise KinformerError(f"{path}: is UTF-16 text; convert it, as with iconv -f UTF-16 -t UTF-8.")
     for what, names in (("JSON lines", _fields(head)), ("an array of JSON objects", _fields_of_array(head))):
         if names is not None:
@@ -122,12 +123,10 @@ def check_folder(folder: Path, files: Sequence[SourceFile]) -> None:
 def content_of(path: Path) -> str | None:
     """Return the kind of the first bytes of ``path``, such as "text" or "a PNG picture"; None for unknown ones."""
     head = _head(path)
-    if not head:
-        return "empty"
     if (packed := _packed(head)) is not None:
         return packed[0]
-    binary = next((what for magic, what in _BINARY.items() if head.startswith(magic)), None)
-    return binary or ("text" if _is_text(head) else None)
+    usual = ("text" if _is_text(head) else None) if head else "empty"
+    return next((what for magic, what in _BINARY.items() if head.startswith(magic)), usual)
 
 
 def _head(path: Path) -> bytes:
@@ -149,15 +148,13 @@ def write_field(path: Path, name: str, target: BinaryIO) -> None:
     with reading_corpus(path), open(path, "rb") as file:
         array = _fields_of_array(file.read(_HEAD)) is not None
         file.seek(0)
+        remedy = "`text_field` reads JSON lines, or one array of objects"
         rows: Iterable[tuple[int, object]]
         if array:
-            items = parse_json_line(path, 1, file.read(), "`text_field` reads JSON lines, or one array of objects")
-            rows = enumerate(items if isinstance(items, list) else [items], start=1)
+            rows = enumerate(parse_json_line(path, 1, file.read(), remedy), start=1)
         else:
             lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-            rows = (
-                (number, parse_json_line(path, number, line, "`text_field` reads JSON lines")) for number, line in lines
-            )
+            rows = ((number, parse_json_line(path, number, line, remedy)) for number, line in lines)
         for number, row in rows:
             target.write(text_of(row, name, f"{path}, line {number}"))
 
@@ -171,22 +168,12 @@ def text_of(row: object, field: str, place: str) -> bytes:
     return value.encode("utf-8", "replace") + b"\n"
 
 
-def _is_text(head: bytes) -> bool:
-    """Return whether ``head`` is UTF-8 without control characters, perhaps cut in a character."""
+def _is_text(head: bytes, encoding: str = "utf-8") -> bool:
+    """Return whether ``head`` is text of the ``encoding`` without control characters, perhaps cut in a character."""
     try:
-        text = head[:-4].decode("utf-8") if len(head) == _HEAD else head.decode("utf-8")
+        text = codecs.getincrementaldecoder(encoding)().decode(head, final=len(head) < _HEAD)
     except UnicodeDecodeError:
         return False
-    return all(char >= " " or char in "\t\n\r\f" for char in text)
-
-
-def _is_utf16(head: bytes) -> bool:
-    try:
-        text = head[: len(head) // 2 * 2].decode("utf-16")
-    except UnicodeDecodeError as error:
-        if error.end < len(head) - 4:
-            return False
-        text = head[: error.start].decode("utf-16")
     return all(char >= " " or char in "\t\n\r\f" for char in text)
 
 
@@ -453,7 +440,6 @@ def _raise(error: OSError) -> None:
 
 # A run of bytes laid out over pieces of files, read by position without mapping or copying it.
 
-_MOST_OPEN = 64
 HASHED_WHOLE = 256 << 20
 _BLOCK = 1 << 20
 _SAMPLED_BLOCKS = 64
@@ -468,14 +454,13 @@ class Extent(NamedTuple):
 
 
 class Extents:
-    """Pieces of files, end to end, as one run of bytes. Reads go through ``pread``: no address space is taken, so a
-    file larger than memory opens at once, and threads and forked processes may share the object. :meth:`load` keeps a
-    small run in memory instead."""
+    """Pieces of files, end to end, as one run of bytes. Files are not mapped, so a file larger than memory opens at
+    once, and not kept open, so threads and forked processes may share the object. :meth:`load` keeps a small run in
+    memory instead."""
 
     def __init__(self, pieces: Sequence[Extent]) -> None:
         self.pieces = [piece for piece in pieces if piece.size]
         self.starts = np.cumsum([0] + [piece.size for piece in self.pieces], dtype=np.int64)
-        self._open: dict[str, _Descriptor] = {}
         self._held: bytes | None = None
 
     @classmethod
@@ -488,9 +473,6 @@ class Extents:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_open": {}}
-
     def load(self) -> Extents:
         """Read everything into memory; later reads come from there."""
         self._held = self.read(0, len(self))
@@ -502,7 +484,7 @@ class Extents:
             raise IndexError(f"bytes {start} to {stop} of a run of {len(self)}")
         if self._held is not None:
             return self._held[start:stop]
-        return b"".join(map(self._read_piece, self._pieces_between(start, stop)))
+        return b"".join(map(_read_piece, self._pieces_between(start, stop)))
 
     def part(self, start: int, stop: int) -> Extents:
         """Return the bytes from ``start`` up to ``stop``, or to the end, as another run."""
@@ -519,40 +501,17 @@ class Extents:
             start += size
             number += 1
 
-    def _read_piece(self, piece: Extent) -> bytes:
-        path, end, missing, parts = piece.path, piece.offset + piece.size, piece.size, []
-        with reading_corpus(path):
-            descriptor = self._descriptor(path)
-            while missing and (part := os.pread(descriptor.number, missing, end - missing)):
-                parts.append(part)
-                missing -= len(part)
-        if missing:
-            raise KinformerError(
-                f"{path} ended {plural(missing, 'byte')} early at byte {end - missing}, it was cut while in "
-                "use; leave data files alone while they are read and start again."
-            )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _descriptor(self, path: str) -> _Descriptor:
-        descriptor = self._open.get(path)
-        if descriptor is None:
-            if len(self._open) >= _MOST_OPEN:
-                self._open.clear()
-            descriptor = self._open[path] = _Descriptor(path)
-        return descriptor
-
-
-class _Descriptor:
-    """An open file that closes when its last reader is gone."""
-
-    number = -1
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+def _read_piece(piece: Extent) -> bytes:
+    with reading_corpus(piece.path), open(piece.path, "rb") as file:
+        file.seek(piece.offset)
+        data = file.read(piece.size)
+    if missing := piece.size - len(data):
+        raise KinformerError(
+            f"{piece.path} ended {plural(missing, 'byte')} early at byte {piece.offset + len(data)}, it was cut while "
+            "in use; leave data files alone while they are read and start again."
+        )
+    return data
 
 
 def shared_bytes(stored: Iterable[Extent], text: Iterable[Extent]) -> int:

@@ -13,13 +13,13 @@ import struct
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -49,14 +49,17 @@ HELD_OUT = 0.05
 
 
 class Part(NamedTuple):
-    """The images of one split: ``images[i]`` is uint8 [height, width, channels] or, for grey images, [height, width];
-    ``labels`` are names of classes."""
+    """The images of one split: ``image(i)`` is uint8 [height, width, channels] or, for grey images, [height, width].
+    ``digests`` of the images or of their names give a random order; ``labels`` are names of classes."""
 
-    images: np.ndarray | Sequence[np.ndarray]
+    image: Callable[[int], np.ndarray]
+    digests: list[bytes]
     labels: Sequence[str] | None
 
-    def __len__(self) -> int:
-        return len(self.images)
+    @classmethod
+    def of(cls, image: Callable[[int], np.ndarray], keys: Iterable[bytes], labels: Sequence[str] | None) -> Self:
+        """Return a split whose order the ``keys`` of its images decide."""
+        return cls(image, [blake2b(key, digest_size=16).digest() for key in keys], labels)
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _in_memory(place: Path, images: Mapping[str, np.ndarray], labels: Mapping[st
                 f"{place}: its labels of {split} are {numbers.dtype}, {shape}; expected are {count} whole numbers."
             )
         names = None if numbers is None else list(map(str, numbers.reshape(count).astype(np.int64).tolist()))
-        parts[split] = Part(some, names)
+        parts[split] = Part.of(some.__getitem__, (image.tobytes() for image in some), names)
     height, width, *channels = images["train"].shape[1:]
     return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
@@ -336,24 +339,15 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
     loose = [file.name for some in by_split.values() for file, label in some if label is None]
     if loose and len(loose) < len(pictures):
         raise KinformerError(f"{folder}: {loose[0]} stands in no class's folder, others do; move it into one.")
-    parts = {}
-    for split, some in by_split.items():
-        labels = None if loose else [str(label) for _, label in some]
-        parts[split or "train"] = Part(Pictures([file for file, _ in some], shape), labels)
+    parts = {split or "train": _pictures(some, shape, labelled=not loose) for split, some in by_split.items()}
     return ImageSet(parts, shape, _notes(heads, others))
 
 
-class Pictures(Sequence[np.ndarray]):
-    """Pictures, decoded on demand, uint8 of ``shape`` (height, width, channels)."""
-
-    def __init__(self, files: Sequence[SourceFile], shape: tuple[int, int, int]) -> None:
-        self.files, self.shape = files, shape
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: Any) -> Any:
-        return decode(Path(self.files[index].path), self.shape)
+def _pictures(some: Sequence[tuple[SourceFile, str | None]], shape: tuple[int, int, int], labelled: bool) -> Part:
+    """Return files as the images of a split, which are decoded on demand."""
+    keys = (file.name.encode("utf-8", "surrogateescape") for file, _ in some)
+    labels = [str(label) for _, label in some] if labelled else None
+    return Part.of(lambda index: decode(Path(some[index][0].path), shape), keys, labels)
 
 
 def read_head(path: Path) -> Head:
@@ -465,17 +459,13 @@ _WEIGHT = 32.0
 """How many counts the level above is worth."""
 
 
-def floors(train: np.ndarray, held_out: np.ndarray) -> dict[str, float]:
+def floors(train: np.ndarray, held_out: np.ndarray, factor: int | None = None) -> dict[str, float]:
     """Return bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height,
-    width, channels]. All values are scored."""
-    train = train[:_MOST_TRAINED]
-    return {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
-
-
-def floor_over_source(train: np.ndarray, held_out: np.ndarray, factor: int) -> float:
-    """Return bits per dimension of ``held_out`` as :func:`floors` counts ``neighbours``, where images ``factor`` times
+    width, channels]. All values are scored. With ``factor``, ``source`` is ``neighbours`` where images so many times
     smaller (means of blocks of pixels) are known."""
-    return _neighbours(train[:_MOST_TRAINED], held_out, factor)
+    train = train[:_MOST_TRAINED]
+    counted = {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
+    return counted | ({} if factor is None else {"source": _neighbours(train, held_out, factor)})
 
 
 def reduced(images: np.ndarray, factor: int) -> np.ndarray:
@@ -512,12 +502,8 @@ def _contexts(images: np.ndarray, factor: int | None = None) -> np.ndarray:
     """Return the number of each value's context, int64 like ``images``; with ``factor``, its block's mean is known."""
     steps = images.astype(np.int64) * STEPS // LEVELS
     padded = np.pad(steps, ((0, 0), (1, 0), (1, 1), (0, 0)))
-    left, upper_left, upper, upper_right = (
-        padded[:, 1:, :-2],
-        padded[:, :-1, :-2],
-        padded[:, :-1, 1:-1],
-        padded[:, :-1, 2:],
-    )
+    left, upper_left = padded[:, 1:, :-2], padded[:, :-1, :-2]
+    upper, upper_right = padded[:, :-1, 1:-1], padded[:, :-1, 2:]
     if factor is not None:
         means = reduced(images, factor).astype(np.int64) * STEPS // LEVELS
         upper_right = means.repeat(factor, 1).repeat(factor, 2)
@@ -662,7 +648,7 @@ def _write(
 ) -> None:
     mapped = np.lib.format.open_memmap(folder / f"{split}.pixels.npy", "w+", np.uint8, (len(order), *shape))
     for row, index in enumerate(order):
-        mapped[row] = part.images[index].reshape(shape)
+        mapped[row] = part.image(index).reshape(shape)
     mapped.flush()
     if part.labels is not None:
         numbers = {label: number for number, label in enumerate(classes)}
@@ -671,13 +657,8 @@ def _write(
 
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: Path) -> dict[str, tuple[Part, np.ndarray]]:
     """Return for each split the part that holds its images, and their indices in it."""
-    images = parts["train"].images
-    if isinstance(images, Pictures):
-        keys = [file.name.encode("utf-8", "surrogateescape") for file in images.files]
-    else:
-        keys = [image.tobytes() for image in images]
-    digests = [blake2b(key, digest_size=16).digest() for key in keys]
-    share = HELD_OUT_OF_FEW if len(keys) < FEW else HELD_OUT
-    rows = hold_out(parts, digests, holdout, place, "images", share)
-    whole = {name: (part, np.arange(len(part))) for name, part in parts.items()}
-    return whole | {name: (parts["train"], indices) for name, indices in rows.items()}
+    train = parts["train"]
+    share = HELD_OUT_OF_FEW if len(train.digests) < FEW else HELD_OUT
+    rows = hold_out(parts, train.digests, holdout, place, "images", share)
+    whole = {name: (part, np.arange(len(part.digests))) for name, part in parts.items()}
+    return whole | {name: (train, indices) for name, indices in rows.items()}

@@ -15,7 +15,7 @@ import codecs
 import csv
 import re
 import sys
-from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -247,13 +247,11 @@ def cells_of(line: bytes) -> list[bytes]:
     cells = line.split(b"\t")
     if not any(cell.startswith(b'"') for cell in cells):
         return cells
-    limit = csv.field_size_limit(_LONGEST_CELL)
     try:
-        row = next(csv.reader([line.decode("utf-8", "surrogateescape")], delimiter="\t", strict=True))
+        row = _next_row(csv.reader([line.decode("utf-8", "surrogateescape")], delimiter="\t", strict=True))
     except csv.Error:
         return cells
-    finally:
-        csv.field_size_limit(limit)
+    assert row is not None
     quoted = [len(cell) > 1 and cell.startswith(b'"') and cell.endswith(b'"') for cell in cells]
     doubled = any(one and b'""' in cell[1:-1] for one, cell in zip(quoted, cells, strict=True))
     if len(row) == len(cells) and not doubled and not all(quoted):
@@ -264,21 +262,25 @@ def cells_of(line: bytes) -> list[bytes]:
 def quoted_rows(stream: Iterable[bytes], place: str) -> Iterator[tuple[int, list[bytes]]]:
     """Yield the rows of CSV, whose quoted cells may hold line ends; bytes outside UTF-8 pass unchanged."""
     rows = csv.reader((line.decode("utf-8", "surrogateescape") for line in _utf8(stream, place)), strict=True)
-    while True:
+    row: list[str] | None = []
+    while row is not None:
         number = rows.line_num + 1
-        limit = csv.field_size_limit(_LONGEST_CELL)  # the usual limit of 131,072 characters is less than a document
         try:
-            row = next(rows, None)
+            row = _next_row(rows)
         except csv.Error as error:
             raise KinformerError(
                 f"{place}, line {number}: is not a row of CSV ({error}); mend its quotes, or write JSON lines."
             ) from None
-        finally:
-            csv.field_size_limit(limit)
-        if row is None:
-            return
         if row:
             yield number, [cell.encode("utf-8", "surrogateescape") for cell in row]
+
+
+def _next_row(rows: Iterator[list[str]]) -> list[str] | None:
+    limit = csv.field_size_limit(_LONGEST_CELL)  # the usual limit of 131,072 characters is less than a document
+    try:
+        return next(rows, None)
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _cells(rows: Iterator[tuple[int, list[bytes]]], place: str, columns: Columns, ahead: bool) -> Iterator[Row]:
@@ -299,13 +301,8 @@ def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns
     """Return where text and label stand, by the names in the first line of ``head`` or by the number of columns."""
     cells = head[0][1]
     names = [cell.strip().decode("utf-8", "replace") for cell in cells]
-    lower = [name.lower() for name in names]
-    text = _index("text_field", columns.text, names, place)
-    label = _index("label_field", columns.label, names, place)
-    if text is None:
-        text = next((lower.index(name) for name in columns.text_names if name in lower), None)
-    if label is None:
-        label = next((lower.index(name) for name in columns.label_names if name in lower), None)
+    text = _index("text_field", columns.text, columns.text_names, names, place)
+    label = _index("label_field", columns.label, columns.label_names, names, place)
     usual = columns.text is None and columns.label is None
     if usual and len(cells) == 2 and (text is None) != (label is None):
         side = label if text is None else text
@@ -316,7 +313,7 @@ def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns
             text, label = (side, 1 - side) if label is None else (1 - side, side)
     if text is not None and text != label and (label is not None or not columns.labelled):
         return _Order(text, label, len(cells), names)
-    if columns.text is not None or columns.label is not None:
+    if not usual:
         lacking = "text_field" if text is None else "label_field"
         raise KinformerError(f"{place}: names no other column; say by {marked(lacking)} which of {names} it is.")
     if len(cells) == 2:
@@ -364,9 +361,11 @@ def _recurs(head: Sequence[tuple[int, list[bytes]]], side: int) -> bool:
     return any(len(cells) > side and cells[side] == first for _, cells in head[1:])
 
 
-def _index(option: str, name: str | None, names: Sequence[str], place: str) -> int | None:
+def _index(option: str, name: str | None, usual: Sequence[str], names: Sequence[str], place: str) -> int | None:
+    """Return where the column ``name`` stands among ``names``, or one of its ``usual`` names, if any."""
     if name is None:
-        return None
+        lower = [cell.lower() for cell in names]
+        return next((lower.index(cell) for cell in usual if cell in lower), None)
     if name not in names:
         raise KinformerError(f"{place}: names no column {name!r} (see {marked(option)}); {nearest(name, names)}")
     return names.index(name)
@@ -539,53 +538,10 @@ def decode_text(text: bytes, place: str) -> str:
         raise KinformerError(f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it by iconv.") from None
 
 
-_BATCH = 1 << 17
-"""Bytes of texts encoded together: their ids take eight times as much memory until they are narrowed."""
-
-
-class Texts:
-    """Labelled texts: text i is ``data[ends[i] : ends[i + 1]]``; ``labels[i]`` is the number of its class in ``names``,
-    which several collections may share."""
-
-    def __init__(self, names: dict[str, int]) -> None:
-        self.names, self.data, self.ends, self.labels = names, bytearray(), array("q", [0]), array("q")
-
-    def extend(self, examples: Iterable[tuple[bytes, str]]) -> None:
-        """Add ``examples``, texts and the names of their classes, at the end."""
-        for text, label in examples:
-            self.data += text
-            self.ends.append(len(self.data))
-            self.labels.append(self.names.setdefault(label, len(self.names)))
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def digests(self) -> np.ndarray:
-        """Return the first 8 bytes of each text's sha256."""
-        digests = np.empty(len(self), "S8")
-        for index in range(len(self)):
-            digests[index] = sha256(self._text(index)).digest()[:8]
-        return digests
-
-    def batches(self, order: np.ndarray) -> Iterator[list[bytes]]:
-        """Yield the texts of the numbers ``order``, some at a time."""
-        batch: list[bytes] = []
-        size = 0
-        for index in map(int, order):
-            batch.append(self._text(index))
-            size += len(batch[-1])
-            if size >= _BATCH:
-                yield batch
-                batch, size = [], 0
-        if batch:
-            yield batch
-
-    def _text(self, index: int) -> bytes:
-        return bytes(memoryview(self.data)[self.ends[index] : self.ends[index + 1]])
-
-
-BySplit = dict[str, tuple[Texts, np.ndarray]]
-"""For each split the texts that hold its examples, and their numbers."""
+_AT_ONCE = 64
+"""Texts encoded together."""
+BySplit = dict[str, tuple[Sequence[tuple[bytes, str]], np.ndarray]]
+"""For each split the texts, with their labels, among which its examples are, and the numbers of these."""
 
 
 def open_labelled(
@@ -621,49 +577,44 @@ def open_labelled(
 
 
 def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[list[str], Written]:
-    names = examples_of["train"][0].names  # of all splits
-    classes = ordered(set(names))
+    classes = ordered({label for examples, _ in examples_of.values() for _, label in examples})
     if len(classes) < 2:
         raise KinformerError(f"{place}: all examples have the label {classes[0]!r}; give two classes or more.")
-    number = np.argsort([names[label] for label in classes])  # by the numbers of the texts
+    number = {label: index for index, label in enumerate(classes)}
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
 
-    def ids(texts: Texts, order: np.ndarray) -> Iterator[np.ndarray]:
-        for batch in texts.batches(order):
-            yield from (encoding.astype(dtype) for encoding in tokenizer.encode_batch(batch))
+    def ids(texts: Sequence[bytes]) -> Iterator[np.ndarray]:
+        for first in range(0, len(texts), _AT_ONCE):
+            encodings = tokenizer.encode_batch(texts[first : first + _AT_ONCE])
+            yield from (encoding.astype(dtype) for encoding in encodings)
 
-    return classes, {
-        split: (ids(texts, order), number[np.frombuffer(texts.labels, np.int64)[order]])
-        for split, (texts, order) in examples_of.items()
-    }
+    written = {}
+    for split, (examples, order) in examples_of.items():
+        labels = np.array([number[examples[index][1]] for index in order], np.int64)
+        written[split] = ids([examples[index][0] for index in order]), labels
+    return classes, written
 
 
 def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | None, columns: Columns) -> BySplit:
     """Return the examples of each split; missing ones are taken from the rest of the data by the texts' hashes."""
-    names: dict[str, int] = {}
-    parts: dict[str, Texts] = {}
-
-    def add(split: str, examples: Iterable[tuple[bytes, str]]) -> None:
-        parts.setdefault(split, Texts(names)).extend(examples)
-
+    parts: dict[str, list[tuple[bytes, str]]] = defaultdict(list)
     if not path.is_dir():
-        add("train", _table(path, columns))
+        parts["train"].extend(_table(path, columns))
     for file in files if path.is_dir() else ():
         first, _, rest = file.name.partition("/")
         stem, suffix = Path(first).stem, Path(first).suffix
         if rest and first in SPLITS:
-            add(SPLITS[first], [_labelled_file(file, rest)])
+            parts[SPLITS[first]].append(_labelled_file(file, rest))
         elif not rest and stem in SPLITS and suffix in TABLES:
-            add(SPLITS[stem], _table(Path(file.path), columns))
+            parts[SPLITS[stem]].extend(_table(Path(file.path), columns))
         else:
-            add("", [_labelled_file(file, file.name)])
+            parts[""].append(_labelled_file(file, file.name))
     check_splits(path, parts, "classes")
-    parts = {name or "train": texts for name, texts in parts.items()}
-    rows = hold_out(parts, parts["train"].digests(), holdout, path, "examples")
-    return {
-        name: (parts["train"], rows[name]) if name in rows else (parts[name], np.arange(len(parts[name])))
-        for name in PARTS
-    }
+    train = parts.pop("", None) or parts["train"]
+    rows = hold_out(parts, [sha256(text).digest()[:8] for text, _ in train], holdout, path, "examples")
+    splits: BySplit = {name: (examples, np.arange(len(examples))) for name, examples in parts.items()}
+    splits |= {name: (train, numbers) for name, numbers in rows.items()}
+    return splits
 
 
 def _labelled_file(file: SourceFile, name: str) -> tuple[bytes, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -130,11 +130,9 @@ class Packed:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all shards."""
-        names = {
-            shard["file"]: shard["tokens"] for part in self.manifest["splits"].values() for shard in part["shards"]
-        }
-        return sum(names.values()) * self.manifest["width"]
+        """Return the bytes of all shards; two splits may share some."""
+        shards = chain.from_iterable(part["shards"] for part in self.manifest["splits"].values())
+        return sum({shard["file"]: shard["tokens"] for shard in shards}.values()) * self.manifest["width"]
 
     @property
     def facts(self) -> dict[str, object]:
@@ -231,19 +229,11 @@ def _split(folder: Path, name: str, manifest: JsonObject, tokenizer: Tokenizer) 
     text_bytes = sum(shard["bytes"] for shard in part["shards"])
     if len(marks) and marks[-1].tolist() != [len(extents) // width, text_bytes]:
         raise ValueError(f"the marks of {name} do not end where its shards end")
-    of_bytes = isinstance(tokenizer, ByteTokenizer)
-    return Split(
-        name,
-        corpus,
-        extents,
-        documents,
-        vocab_size=tokenizer.vocab_size,
-        dtype=np.dtype(f"<u{width}"),
-        encoded_from=None
-        if of_bytes
-        else Split.of_bytes(name, corpus, _Absent([Extent(f"{folder} ({name})", 0, text_bytes)])),
-        marks=None if of_bytes else np.asarray(marks),
-    )
+    split = Split(name, corpus, extents, documents, vocab_size=tokenizer.vocab_size, dtype=np.dtype(f"<u{width}"))
+    if isinstance(tokenizer, ByteTokenizer):
+        return split
+    text = Split.of_bytes(name, corpus, _Absent([Extent(f"{folder} ({name})", 0, text_bytes)]))
+    return replace(split, encoded_from=text, marks=np.asarray(marks))
 
 
 class _Absent(Extents):

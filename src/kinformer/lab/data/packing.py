@@ -361,13 +361,8 @@ class Documents:
         state = {"state": self.data.state_dict()} if hasattr(self.data, "state_dict") else {}
         return {"documents": self.read, **state}
 
-    def piece(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]] | None:
-        """Return the next documents (split, that one begins, bytes), of ``shard_bytes`` or more; None at the end."""
-        texts = self._texts(packing)
-        first = next(texts, None)
-        return None if first is None else chain([first], texts)
-
-    def _texts(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]]:
+    def piece(self, packing: Packing) -> Iterator[tuple[str, bool, bytes]]:
+        """Yield the next documents (split, that one begins, bytes), of ``shard_bytes`` or more; none at the end."""
         filled = 0
         while filled < packing.shard_bytes:
             with _reading(self.name):
@@ -389,8 +384,7 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
     """Pack into ``out`` and return the manifest. ``progress`` is called with the number of finished pieces and of all
     pieces. Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else."""
     name, files, pieces = _sources(packing)
-    tokenizer = tokenizer_of(packing)
-    data = fingerprint_of(files)
+    tokenizer, data = tokenizer_of(packing), fingerprint_of(files)
     if (manifest := _begin(out, packing, tokenizer, data, pieces=len(pieces))) is not None:
         return manifest
     waiting = [number for number in range(len(pieces)) if not _done(out, number)]
@@ -404,19 +398,15 @@ def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int
 def _sources(packing: Packing) -> tuple[str, list[SourceFile], list[Piece]]:
     """Return the data's name, its files, and its pieces in order."""
     if packing.data == STDLIB:
-        files = stdlib_files()
+        name, files = STDLIB, stdlib_files()
     else:
         path = existing_path(packing.data, "give a file, a folder or 'stdlib' as data")
-        files = folder_files(path) if path.is_dir() else [single_file(path)]
-        tables = table_files(files, packing.text_field)
-        if tables:
+        name, files = path.resolve().name, folder_files(path) if path.is_dir() else [single_file(path)]
+        if tables := table_files(files, packing.text_field):
             pieces = [piece for kind, file in tables for piece in record_pieces(kind, file, packing.shard_bytes)]
-            return path.resolve().name, files, pieces
+            return name, files, pieces
         check_folder(path, files) if path.is_dir() else check_plain(path)
-    name = STDLIB if packing.data == STDLIB else Path(packing.data).expanduser().resolve().name
-    parts = partition(files, packing.holdout)
-    if packing.holdout is not None:
-        parts = parts | {"test": []}
+    parts = partition(files, packing.holdout) | ({} if packing.holdout is None else {"test": []})
     pieces = [
         Piece(split, tuple(extents), continues)
         for split in PACKED_SPLITS
@@ -537,15 +527,8 @@ def _finish(out: Path, pieces: int, packing: Packing, data: str, name: str, toke
         numbers = [number for number, record in enumerate(records) if split in record]
         shards = [{"file": f"{split}-{number:06d}.ids", **records[number][split]} for number in numbers]
         splits[split] = {"shards": shards, **_joined(out, split, numbers, shards)}
-    manifest = {
-        "schema": PACKED_SCHEMA,
-        "name": name,
-        "tokenizer": tokenizer.fingerprint,
-        "vocab_size": tokenizer.vocab_size,
-        "width": width_of(tokenizer),
-        "data": data,
-        "splits": splits,
-    }
+    about = {"tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "width": width_of(tokenizer)}
+    manifest = {"schema": PACKED_SCHEMA, "name": name, **about, "data": data, "splits": splits}
     if packing.holdout is not None:
         splits["test"] = splits["validation"]
     write_json(out / MANIFEST, signed(manifest))
@@ -609,13 +592,9 @@ def packed(
     else:
         assert isinstance(data, str | Path)
         name = STDLIB if data == STDLIB else str(absolute(data))
-    packing = Packing(
-        data=name,
-        tokenizer=None if tokenizer is None else str(tokenizer),
-        text_field=text_field,
-        holdout=holdout,
-        shard_bytes=shard_mb * 1_000_000,
-    )
+    path = None if tokenizer is None else str(tokenizer)
+    size = shard_mb * 1_000_000
+    packing = Packing(data=name, tokenizer=path, text_field=text_field, holdout=holdout, shard_bytes=size)
     folder = Path(out)
     with locked(folder), progressing(quiet, "packing") as report:
         report = report or (lambda done, all_: None)
@@ -634,8 +613,8 @@ def pack_stream(
         return manifest
     number = next(number for number in itertools.count() if not _done(out, number))
     documents.go_on(read_json(record_path(out, number - 1))["place"] if number else {})
-    while texts := documents.piece(packing):
-        write_piece(out, number, texts, tokenizer, documents.place)
+    while (first := next(texts := documents.piece(packing), None)) is not None:
+        write_piece(out, number, chain([first], texts), tokenizer, documents.place)
         number += 1
         progress(number, number)
     return _finish(out, number, packing, data, documents.name, tokenizer)

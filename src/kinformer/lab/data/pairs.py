@@ -11,6 +11,7 @@ parts, and all others are for training. A missing part is held out of the rest, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -55,41 +56,27 @@ _GERMAN_TENS = ["-", "-", "zwanzig", "dreißig", "vierzig", "fünfzig", "sechzig
 
 def english(number: int) -> str:
     """Return a number below a million in English words."""
-    thousands, rest = divmod(number, 1000)
-    words = [f"{_english_below_thousand(thousands)} thousand"] if thousands else []
-    if rest or not thousands:
-        words.append(_english_below_thousand(rest))
-    return " ".join(words)
+    for size, name in ((1000, "thousand"), (100, "hundred")):
+        count, rest = divmod(number, size)
+        if count:
+            return f"{english(count)} {name}" + (f" {english(rest)}" if rest else "")
+    if number < 20:
+        return _ENGLISH[number]
+    tens, units = divmod(number, 10)
+    return _ENGLISH_TENS[tens] + (f"-{_ENGLISH[units]}" if units else "")
 
 
-def _english_below_thousand(number: int) -> str:
-    hundreds, rest = divmod(number, 100)
-    words = [f"{_ENGLISH[hundreds]} hundred"] if hundreds else []
-    if rest >= 20:
-        tens, units = divmod(rest, 10)
-        words.append(_ENGLISH_TENS[tens] + (f"-{_ENGLISH[units]}" if units else ""))
-    elif rest or not hundreds:
-        words.append(_ENGLISH[rest])
-    return " ".join(words)
-
-
-def german(number: int) -> str:
-    """Return a number below a million as one German word."""
-    thousands, rest = divmod(number, 1000)
-    word = (_german_below_thousand(thousands, "ein") + "tausend") if thousands else ""
-    return word + (_german_below_thousand(rest, "eins") if rest or not thousands else "")
-
-
-def _german_below_thousand(number: int, one: str) -> str:
-    """Return a number below a thousand in German; ``one`` is the word for a last 1: ``eins``, but ``eintausend``."""
-    hundreds, rest = divmod(number, 100)
-    word = (("ein" if hundreds == 1 else _GERMAN[hundreds]) + "hundert") if hundreds else ""
-    if rest >= 20:
-        tens, units = divmod(rest, 10)
-        return word + ("" if not units else ("ein" if units == 1 else _GERMAN[units]) + "und") + _GERMAN_TENS[tens]
-    if rest == 1:
-        return word + one
-    return word + (_GERMAN[rest] if rest or not hundreds else "")
+def german(number: int, one: str = "eins") -> str:
+    """Return a number below a million as one German word; ``one`` is the word for a last 1: ``eins``, but
+    ``eintausend``."""
+    for size, name in ((1000, "tausend"), (100, "hundert")):
+        count, rest = divmod(number, size)
+        if count:
+            return german(count, "ein") + name + (german(rest, one) if rest else "")
+    if number < 20:
+        return one if number == 1 else _GERMAN[number]
+    tens, units = divmod(number, 10)
+    return (german(units, "ein") + "und" if units else "") + _GERMAN_TENS[tens]
 
 
 @cache
@@ -398,20 +385,18 @@ def _without_empty(source: Sequence[bytes], target: Sequence[bytes], place: str)
 
 def _held_out(parts: Mapping[str, Pairs], holdout: float | None, path: Path) -> dict[str, Pairs]:
     """Return the splits: parts by their names, and missing ones taken from the rest in the order of hashes."""
-    held_out: dict[str, list[str]] = {}
+    held_out: dict[str, list[str]] = defaultdict(list)
     for stem in parts:
         first = stem.lower() if len(parts) > 1 else "train"
-        split = next((split for begin, split in _PARTS.items() if first.startswith(begin)), "train")
-        held_out.setdefault(split, []).append(stem)
+        held_out[next((split for begin, split in _PARTS.items() if first.startswith(begin)), "train")].append(stem)
     if "train" not in held_out:
         raise KinformerError(f"{path}: holds {', '.join(held_out)} but nothing to train on; add a part called train.")
-    joined = {name: _joined([parts[stem] for stem in stems]) for name, stems in held_out.items()}
+    joined = {
+        name: Pairs(*(list(chain.from_iterable(side)) for side in zip(*(parts[stem] for stem in stems), strict=True)))
+        for name, stems in held_out.items()
+    }
     train = joined.pop("train")
     rows = hold_out(joined, [sha256(line).digest() for line in train.source], holdout, path, "pairs")
     splits = {"train": train} | joined | {name: train.taken(numbers.tolist()) for name, numbers in rows.items()}
     named = [stem for name, stems in held_out.items() if name != "train" and len(stems) > 1 for stem in stems]
     return splits | {stem: parts[stem] for stem in named if stem not in splits}
-
-
-def _joined(some: Sequence[Pairs]) -> Pairs:
-    return Pairs(*(list(chain.from_iterable(side)) for side in zip(*some, strict=True)))

@@ -75,9 +75,8 @@ class Split:
         request, more): up to the nearest mark, so that the bytes are exact."""
         if length >= len(self):
             return self
-        if self.marks is None or self.encoded_from is None:
-            size, text, marks = length, None, None
-        else:
+        size, text, marks = length, None, None
+        if self.marks is not None and self.encoded_from is not None:
             last = max(1, int(np.searchsorted(self.marks[:, 0], length, side="right")) - 1)
             marks = self.marks[: last + 1]
             size, text = int(marks[-1, 0]), self.encoded_from.take(int(marks[-1, 1]))
@@ -91,11 +90,10 @@ class Split:
 
     def skip(self, length: int) -> Split:
         """Return all but the first ``length`` tokens; of tokenizer ids, all but the tokens of :meth:`take`."""
-        if self.marks is None or self.encoded_from is None:
-            cut, text, marks = length, None, None
-        else:
-            head = self.take(length)
-            cut, text = len(head), self.encoded_from.skip(head.bytes)
+        head, text, marks = self.take(length), None, None
+        cut = len(head)
+        if self.marks is not None and self.encoded_from is not None:
+            text = self.encoded_from.skip(head.bytes)
             marks = self.marks[np.searchsorted(self.marks[:, 0], cut) :] - (cut, head.bytes)
         return replace(
             self,

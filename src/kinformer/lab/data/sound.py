@@ -38,7 +38,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.images import PARTS, SPLITS, hold_out
 from kinformer.lab.data.labelled import TABLES, TableFormat, decode_text, lines_of, read_cells
 from kinformer.lab.tables import check_ratio
-from kinformer.runtime.errors import KinformerError, nearest, plural, require
+from kinformer.runtime.errors import KinformerError, nearest, plural
 from kinformer.runtime.files import reading, require_file
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.plugins import import_extra
@@ -551,24 +551,21 @@ def split_clips(clips: Sequence[Clip], options: SoundOptions, place: str) -> dic
 
 def _chosen(clips: Sequence[Clip], options: SoundOptions, place: str) -> list[Clip]:
     """Return the clips that the rule holds out for the test."""
-    if options.speaker is not None and options.pattern is not None:
+    speaker, pattern = options.speaker, options.pattern
+    if speaker is not None and pattern is not None:
         raise KinformerError(
-            f"`held_out_speaker` {options.speaker} and `test_clips` {options.pattern} contradict; give one of the two."
+            f"`held_out_speaker` {speaker} and `test_clips` {pattern} contradict; give one of the two."
         )
-    if options.speaker is not None:
-        speakers = sorted({clip.speaker for clip in clips if clip.speaker})
-        if options.speaker not in speakers:
-            speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
-            raise KinformerError(f"`held_out_speaker` {options.speaker}: is not in {place}; {speakers_text}.")
-        return [clip for clip in clips if clip.speaker == options.speaker]
-    if options.pattern is not None:
-        chosen = [clip for clip in clips if fnmatch(clip.name, options.pattern)]
-        if not chosen:
-            raise KinformerError(
-                f"`test_clips` {options.pattern}: matches no file of {place}, such as {clips[0].name}; mend it."
-            )
-        return chosen
-    return []
+    speakers = sorted({clip.speaker for clip in clips if clip.speaker})
+    if speaker is not None and speaker not in speakers:
+        speakers_text = f"its speakers are {', '.join(speakers)}" if speakers else "it does not say who speaks"
+        raise KinformerError(f"`held_out_speaker` {speaker}: is not in {place}; {speakers_text}.")
+    if speaker is not None:
+        return [clip for clip in clips if clip.speaker == speaker]
+    chosen = [clip for clip in clips if pattern is not None and fnmatch(clip.name, pattern)]
+    if pattern is not None and not chosen:
+        raise KinformerError(f"`test_clips` {pattern}: matches no file of {place}, such as {clips[0].name}; mend it.")
+    return chosen
 
 
 LABELS = "labels"
@@ -605,9 +602,6 @@ class SoundOptions:
     speaker: str | None = None
     pattern: str | None = None
     share: float | None = None
-
-    def __post_init__(self) -> None:
-        require("sample_rate", self.rate, 1000)
 
 
 @dataclass(frozen=True, eq=False)
@@ -728,14 +722,12 @@ def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) ->
     """Return the clips of every utterance: one each, or some of one speaker, each clip once a round."""
     if join is None:
         return [np.array([number]) for number in range(len(clips))]
-    speakers: dict[str, list[int]] = {}
-    for number, clip in enumerate(clips):
-        speakers.setdefault(clip.speaker, []).append(number)
+    speakers = np.array([clip.speaker for clip in clips])
     groups: list[np.ndarray] = []
     for turn in range(rounds):
-        for place, speaker in enumerate(sorted(speakers)):
+        for place, speaker in enumerate(sorted(set(speakers.tolist()))):
             random = np.random.default_rng([_JOINED, turn, place])
-            order = random.permutation(speakers[speaker])
+            order = random.permutation(np.flatnonzero(speakers == speaker))
             while len(order):
                 count = int(random.integers(join[0], join[1] + 1))
                 if len(order) - count < join[0]:

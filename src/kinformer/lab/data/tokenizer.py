@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -354,8 +355,7 @@ def train_tokenizer_on(texts: Iterable[str], vocab_size: int, path: str | Path) 
 
 def text_pieces(split: Split) -> Iterator[bytes]:
     """Yield the bytes of ``split``, at most 64 KiB at once, up to a line's or document's end or between characters."""
-    ends = [*split.documents[1:].tolist(), len(split)]
-    for start, end in zip(split.documents.tolist(), ends, strict=True):
+    for start, end in pairwise([*split.documents.tolist(), len(split)]):
         while start < end:
             piece = split.extents.read(start, min(start + PIECE, end))
             if start + len(piece) < end:
@@ -365,11 +365,8 @@ def text_pieces(split: Split) -> Iterator[bytes]:
 
 
 def _last_character_start(piece: bytes) -> int:
-    tail = piece[-4:]
-    for back, byte in enumerate(reversed(tail), start=1):
-        if byte & 0xC0 != 0x80:
-            return len(piece) - back
-    return len(piece)
+    backs = (back for back, byte in enumerate(reversed(piece[-4:]), start=1) if byte & 0xC0 != 0x80)
+    return len(piece) - next(backs, 0)
 
 
 def as_bytes(text: str | bytes) -> bytes:

@@ -129,22 +129,19 @@ class ByDifficulty:
                 self.counts[name][row] += group.bincount(weights, minlength=self.digits + 2)
 
     @property
-    def mean(self) -> float:
-        """Return the mean depth of all noted tokens, the tokens of problems included."""
-        return float(self.all[1] / self.all[0])
-
-    @property
-    def rows(self) -> dict[str, list[dict[str, float]]]:
-        """Return, by the name of each difficulty, the number, accuracy and mean depth of every group of tokens."""
+    def facts(self) -> dict[str, object]:
+        """Return the mean depth of all noted tokens, the tokens of problems included, and ``by_place`` and
+        ``by_carry``: the number, accuracy and mean depth of every group of tokens."""
         depth = self.depths.metric.name
-        return {
-            name: [
+        groups = {
+            f"by_{name}": [
                 {name: number, "tokens": int(tokens), "accuracy": right / tokens, depth: total / tokens}
                 for number, (tokens, right, total) in enumerate(counts.T.tolist())
                 if tokens
             ]
             for name, counts in self.counts.items()
         }
+        return {depth: float(self.all[1] / self.all[0]), **groups}
 
 
 # How many problems a model solves by their length, in training's range and beyond, and its answer to one.
@@ -154,7 +151,7 @@ Measured = dict[str, Any]
 """The results on problems of this many ``digits``, for JSON: how many ``problems`` were ``solved``, how many ``tokens``
 of their answers are ``correct``, the share of the most frequent one (``guessing``), and the sum of ``nats``.
 ``trained``: whether training's range holds them. Where tokens halt or leave early, the mean depth by the name of its
-metric, and ``by_place`` and ``by_carry``, the rows of :class:`ByDifficulty`."""
+metric, and the groups of :class:`ByDifficulty`."""
 
 
 def evaluate(
@@ -185,12 +182,11 @@ def evaluate(
             if deep is not None:
                 deep.note(batch, answered.right)
         require_finite(isfinite(nats))
-        difficulty = {} if deep is None else {f"by_{name}": rows for name, rows in deep.rows.items()}
         return {
             "digits": digits, "trained": data.least <= digits <= data.most, "problems": options.problems,
             "solved": done, "sequence_accuracy": done / options.problems, "tokens": tokens, "correct": right,
             "accuracy": right / tokens, "guessing": int(counts.max()) / tokens, "nats": nats,
-            **({} if deep is None else {deep.depths.metric.name: deep.mean}), **difficulty,
+            **({} if deep is None else deep.facts),
         }  # fmt: skip
 
     lengths = _lengths(model, data, options.digits_to_measure)
@@ -226,19 +222,14 @@ def evaluate(
 
 def _by_digits(groups: Sequence[Measured], depth: Metric | None) -> TextTable:
     """Return a row for every number of digits; with ``depth``, the steps or layers per token."""
-    names = ("digits", "trained", "problems", "solved", "tokens right", "most frequent token")
-    steps = [] if depth is None else [depth]
-    lines = [
-        [
-            group["digits"],
-            "yes" if group["trained"] else "no",
-            group["problems"],
-            *(f"{group[name]:.1%}" for name in ("sequence_accuracy", "accuracy", "guessing")),
-            *(f"{group[step.name]:.2f}" for step in steps),
-        ]
-        for group in groups
-    ]
-    return TextTable((*names, *(step.unit for step in steps)), lines, [0, *range(2, len(names) + len(steps))])
+    headers = ["digits", "trained", "problems", "solved", "tokens right", "most frequent token"]
+    lines = []
+    for group in groups:
+        shares = (f"{group[name]:.1%}" for name in ("sequence_accuracy", "accuracy", "guessing"))
+        lines.append([group["digits"], "yes" if group["trained"] else "no", group["problems"], *shares])
+        lines[-1] += [] if depth is None else [f"{group[depth.name]:.2f}"]
+    headers += [] if depth is None else [depth.unit]
+    return TextTable(headers, lines, [0, *range(2, len(headers))])
 
 
 def _by_difficulty(group: Measured, depth: Metric) -> Iterator[str | TextTable]:
@@ -253,21 +244,17 @@ def _by_difficulty(group: Measured, depth: Metric) -> Iterator[str | TextTable]:
 def _lengths(model: Model, data: AlgorithmData, at_digits: Sequence[int] | None) -> list[int]:
     """Return the numbers of digits to measure at: ``at_digits``, or up to four times training's within the model's
     positions."""
-    limit = model.max_length
-    if at_digits is not None:
-        for digits in at_digits:
-            if limit is not None and data.width(digits) > limit:
-                raise KinformerError(
-                    f"`at_digits` {digits}: takes rows of {plural(data.width(digits), 'token')}, but this model's "
-                    f"positions end at {limit}; give fewer digits."
-                )
-        return list(at_digits)
-    wanted = sorted({data.least, (data.least + data.most) // 2, data.most, 2 * data.most, 4 * data.most})
-    fitting = [digits for digits in wanted if limit is None or data.width(digits) <= limit]
-    if fitting != wanted:
-        left = ", ".join(str(digits) for digits in wanted if digits not in fitting)
-        note(f"note: not measured at {left} digits, beyond the model's positions.")
-    return fitting
+    usual = {data.least, (data.least + data.most) // 2, data.most, 2 * data.most, 4 * data.most}
+    lengths, limit = list(at_digits or sorted(usual)), model.max_length
+    beyond = [digits for digits in lengths if limit is not None and data.width(digits) > limit]
+    if beyond and at_digits is not None:
+        raise KinformerError(
+            f"`at_digits` {beyond[0]}: takes rows of {plural(data.width(beyond[0]), 'token')}, but this model's "
+            f"positions end at {limit}; give fewer digits."
+        )
+    if beyond:
+        note(f"note: not measured at {', '.join(map(str, beyond))} digits, beyond the model's positions.")
+    return [digits for digits in lengths if digits not in beyond]
 
 
 def _problems(batch: ScoredBatch, answered: Answers) -> Iterator[dict[str, str | bool]]:
@@ -324,7 +311,7 @@ def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSetting
 def problem_in(prompt: str | bytes) -> str:
     """Return the problem in a prompt. Errors: ``KinformerError`` where it holds none."""
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
-    if not text or text[-1] != "=" or not set(text) <= set(SYMBOLS):
+    if not text.endswith("=") or not set(text) <= set(SYMBOLS):
         raise KinformerError(
             f"the prompt {text!r} is not a problem: it must hold digits, + and at last =, as in 407= or 407+950=."
         )

@@ -74,14 +74,8 @@ def open_examples(source: Source, options: ClassifyOptions | ListOpsOptions, cac
     """Return the labelled examples that ``source`` names, or lists of the ``options``."""
     if isinstance(options, ListOpsOptions):
         return open_listops(options.examples, options.bounds, cache=cache)
-    return open_labelled(
-        source.spec,
-        cache=cache,
-        tokenizer=source.tokenizer,
-        holdout=source.holdout,
-        text_field=source.text_field,
-        label_field=options.label_field,
-    )
+    fields = {"text_field": source.text_field, "label_field": options.label_field}
+    return open_labelled(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout, **fields)
 
 
 def vocab_size(data: Labelled) -> int:
@@ -345,12 +339,10 @@ def _examples(subject: LoadedRun, settings: EvaluationSettings) -> tuple[HeldOut
         with suppress(KinformerError):
             trained_on = opened(listops or spec_of(run, None))
     numbers = numbers_of(run, data.name, data.classes)
-    train: Examples | None = trained_on.splits["train"]
-    if trained_on.fingerprint != (run.data.get("identity") or {}).get("fingerprint"):
-        train = None
-    elif held.same:
-        train = replace(trained_on.splits["train"], labels=numbers[trained_on.splits["train"].labels])
-    return replace(held, split=replace(held.split, labels=numbers[held.split.labels])), train
+    train = trained_on.splits["train"]
+    train = replace(train, labels=numbers[train.labels]) if held.same else train
+    there = trained_on.fingerprint == (run.data.get("identity") or {}).get("fingerprint")
+    return replace(held, split=replace(held.split, labels=numbers[held.split.labels])), train if there else None
 
 
 # The most probable classes of texts.

@@ -77,33 +77,28 @@ def fitted(config: ModelConfig, data: ControlData | None) -> dict[str, object]:
     """Return overrides of a causal member's config: its input, its head, and weights that begin by their fan-in.
     Weights of N(0, 0.02) suit models wider than most agents; in an agent they let through too little of the memory."""
     if data is None:
-        if config.input.kind == INPUT:
-            return {}
-        return {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
+        fresh: dict[str, object] = {"input": {"kind": INPUT, "observation_dim": 1}, "head": {"kind": HEAD}, **BEGINNING}
+        return {} if config.input.kind == INPUT else fresh
     space = data.actions
     policy: dict[str, object] = {"kind": "discrete_actions", "actions": space.dim}
     if isinstance(space, Box):
         policy = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": True}
         policy |= {"low": list(space.low), "high": list(space.high)}
-    return {
-        "input": {"kind": INPUT, "observation_dim": data.observation_dim},
-        "head": {"kind": HEAD, "policy": policy},
-        **BEGINNING,
-    }
+    input = {"kind": INPUT, "observation_dim": data.observation_dim}
+    return {"input": input, "head": {"kind": HEAD, "policy": policy}, **BEGINNING}
 
 
 def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
     """Refuse rows that do not share a rollout, another environment, and positions that end before an episode."""
     check_sequence(model)
     config, data, settings = plan.config, plan.data, plan.settings
-    longest: int | None = getattr(model, "max_length", None)
+    longest: int | None = part_of(model, "max_length")
     if data.options.environments % settings.batch_size:
         raise KinformerError(
             f"`environments` {data.options.environments}: is not a multiple of `batch_size` {settings.batch_size}, the "
             "rows that an update learns from; change either."
         )
-    kinds = {"input": INPUT, "head": HEAD}
-    for slot, kind in kinds.items():
+    for slot, kind in (("input", INPUT), ("head", HEAD)):
         if getattr(config, slot).kind != kind:
             raise KinformerError(f"`set` {slot}={getattr(config, slot).kind}: control needs {kind}; leave it out.")
     input = input_of(config)
@@ -124,12 +119,10 @@ def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
 
 def check_environment(environment: Environments, config: ModelConfig, place: str) -> None:
     """Refuse an environment of other observations or actions than the model at ``place`` knows."""
-    input = input_of(config)
     policy, space = part_of(config.head, "policy"), environment.actions
-    sizes = input.observation_dim, getattr(policy, "actions", None), getattr(policy, "action_dim", None)
-    discrete = isinstance(space, Discrete)
-    if sizes != (environment.observation_dim, space.dim if discrete else None, None if discrete else space.dim):
-        kind = "discrete" if discrete else "continuous"
+    kind, size = ("discrete", "actions") if isinstance(space, Discrete) else ("continuous", "action_dim")
+    sizes = input_of(config).observation_dim, getattr(policy, size, None)
+    if sizes != (environment.observation_dim, space.dim):
         raise KinformerError(
             f"`env` {environment.name}: has observations of {plural(environment.observation_dim, 'number')} and "
             f"{space.dim} {kind} actions, unlike the environment that {place} was trained in; give one like that."
@@ -169,12 +162,11 @@ def evaluate(
     chance = summary(rollouts(RandomPolicy(environment.actions, settings.seed), env, 0.0, options.episodes, seeds))
     speed, context = float(acted.lengths.sum()) / seconds, agent.window or "carried"
     headers = ("policy", "return", "95 %", "steps", *(["optimal"] if "optimal_share" in summary_ else []))
+    lines = [[run.member, *cells(summary_)], ["random actions", *cells(chance)]]
     text = (
         f"{subject.title} in {env}: {RETURN.text(summary_['mean'])} of {plural(options.episodes, 'episode')}, "
         f"{remembering(agent.window)}, {speed:,.0f} steps/s\n",
-        TextTable(
-            headers, [[run.member, *cells(summary_)], ["random actions", *cells(chance)]], range(1, len(headers))
-        ),
+        TextTable(headers, lines, range(1, len(headers))),
     )
     facts = {"env": env, **{name: value for name, value in summary_.items() if name != "mean"}, "random": chance}
     facts |= {"context_steps": context, "steps_per_second": speed}
@@ -250,23 +242,21 @@ def predict(
 
 
 def _lines(source: LineSource) -> Iterator[tuple[str, Line]]:
-    """Yield the observations of ``source``, each after the place where it stands."""
+    """Return the observations of ``source``, each after the place where it stands."""
     if not isinstance(source, str | Path):
-        yield from ((f"observation {number}", item) for number, item in enumerate(source, start=1))
-        return
+        return ((f"observation {number}", item) for number, item in enumerate(source, start=1))
     lines = read_texts(source, Columns(), "lines", check=lambda line: None)  # empty ones are between episodes
-    yield from ((line.place, line.text) for line in lines.items)
+    return ((line.place, line.text) for line in lines.items)
 
 
 def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[tuple[np.ndarray, bool]]:
     """Yield the numbers of every observation, float32 [size], and whether it is the first of its episode."""
     begins = True
     for place, line in lines:
-        if line is None or (isinstance(line, str) and not line.strip()):
-            begins = True
-            continue
-        yield _numbers(line, place, size), begins
-        begins = False
+        between = line is None or (isinstance(line, str) and not line.strip())
+        if line is not None and not between:
+            yield _numbers(line, place, size), begins
+        begins = between
 
 
 def _numbers(line: str | Iterable[float], place: str, size: int) -> np.ndarray:

@@ -214,12 +214,12 @@ class DinoRows(HeldOutRows):
 def level_config(config: ModelConfig, level: int) -> ModelConfig:
     """Return the config of the encoder number ``level``, counted from 1 below, of the pyramid ``config``; the highest
     encoder, which has the task's head, is not counted. A model that does not read tiles has one level, itself."""
-    inner: list[ModelConfig] = []  # from the top of the pyramid down
+    levels: list[ModelConfig] = []
     encoder = getattr(config.input, "encoder", None)
-    while encoder is not None:
-        inner.append(encoder)
+    while encoder is not None:  # from the top of the pyramid down
+        levels.insert(0, encoder)
         encoder = getattr(encoder.input, "encoder", None)
-    levels = inner[::-1] or [config]
+    levels = levels or [config]
     if level > len(levels):
         raise KinformerError(
             f"`level` {level}: this model has {plural(len(levels), 'level')} that can learn without labels; "
@@ -367,10 +367,9 @@ def check(plan: TrainingPlan, model: nn.Module) -> None:
 
 def self_distillation(model: StackedWholeModel, data: DataModule | None) -> SelfDistillation:
     """Return the objective, with the options of the rows ``data``."""
-    if not isinstance(data, DinoRows):
-        return SelfDistillation(model, DinoOptions())
-    objective = SelfDistillation(model, data.options)
-    data.features = keep_features(objective.teacher.input, changed=False)
+    objective = SelfDistillation(model, data.options if isinstance(data, DinoRows) else DinoOptions())
+    if isinstance(data, DinoRows):
+        data.features = keep_features(objective.teacher.input, changed=False)
     return objective
 
 
@@ -393,9 +392,8 @@ AT_ONCE = 16
 
 def vectors_of(model: StackedWholeModel, level: int, images: Images, count: int, quiet: bool = True) -> Tensor:
     """Return vectors [count, dim] of length 1 of the first images: the means of the vectors of their pieces."""
-    input: Patches.Config = input_of(level_config(model.config, level))
-    size = input.size
-    encoder, pieces, device = level_of(model, level), Pieces(images, (size[0], size[1])), device_of(model)
+    height, width = input_of(level_config(model.config, level)).size
+    encoder, pieces, device = level_of(model, level), Pieces(images, (height, width)), device_of(model)
     per_image, parts = len(pieces) // len(images), []
     with torch.inference_mode():
         for part in parts_of(count, AT_ONCE, quiet):

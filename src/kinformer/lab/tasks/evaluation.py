@@ -278,7 +278,11 @@ def track(
     label: str = "measuring",
     size: Callable[[T], int] = lambda item: 1,
 ) -> Iterator[T]:
-    """Yield ``items``, each of a ``size``; a bar shows how much of ``total``, if known, is done unless ``quiet``."""
+    """Yield ``items``, each of a ``size``; a bar shows how much of ``total``, if known, is done unless ``quiet``.
+
+    The bar lives as long as the generator, so let a ``for`` own it, in the function that computes with the items: then
+    an error there ends the bar before its message is printed.
+    """
     done = 0
     with progressing(quiet or total is None, label) as progress:
         for item in items:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from math import ceil, isfinite, log, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,7 +79,9 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
 
 def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
     """Return the attention patterns in blocks of an image that ``layers`` (configs) have, by the layers' numbers."""
-    return {index: pattern for index, layer in enumerate(layers) if (pattern := _pattern(layer)) is not None}
+    patterns = {index: getattr(getattr(layer, "mixer", None), "pattern", None) for index, layer in enumerate(layers)}
+    sizes = ("height", "width", *_BLOCKS)
+    return {index: item for index, item in patterns.items() if all(hasattr(item, size) for size in sizes)}
 
 
 def resized(
@@ -100,13 +101,6 @@ def resized(
     changes = {f"{path}layers.{index}.mixer.pattern": to_dict(pattern) for index, pattern in patterns.items()}
     sizes = {"height": height, "width": width, "channels": channels}
     return {f"{path}input": input | sizes, **{name: part | cells | blocks(part) for name, part in changes.items()}}
-
-
-def _pattern(layer: object) -> PatternConfig | None:
-    """Return the pattern of a layer's attention, if it is of blocks of an image."""
-    pattern = getattr(getattr(layer, "mixer", None), "pattern", None)
-    fields_of_pattern = {field.name for field in fields(pattern)} if pattern is not None else set()
-    return pattern if {"height", "width", *_BLOCKS} <= fields_of_pattern else None
 
 
 def divisor(size: int, limit: int) -> int:
@@ -365,10 +359,8 @@ def evaluate(
     main = WITHOUT_FIRST if options.without_first else BITS_PER_DIM
     value = rest if options.without_first else every
     baselines, scored = floors(held.data.train.pixels, pixels), per_image - unscored * options.without_first
-    facts = {
-        "images": len(pixels), "dimensions": per_image, "scored": scored,
-        "histogram_bits": baselines["histogram"], "neighbours_bits": baselines["neighbours"],
-    }  # fmt: skip
+    facts: dict[str, object] = {"images": len(pixels), "dimensions": per_image, "scored": scored}
+    facts |= {f"{name}_bits": bits for name, bits in baselines.items()}
     lines = [
         [run.member, f"{value:.4f}"],
         ["four neighbours, counted", f"{baselines['neighbours']:.4f}"],
@@ -434,13 +426,11 @@ def draw(subject: LoadedRun, prompt: None, options: GenerationSettings, write: W
 def made_of(run: TrainedRun, out: Path, pixels: np.ndarray, facts: Mapping[str, Any], of: str = "") -> Made:
     """Return the result of generating images with these ``pixels``, made ``of`` others, in words; ``facts`` hold the
     seconds, the bytes of the state, the seed and others."""
-    count, speed = len(pixels), len(pixels) / facts["seconds"]
-    text = (
-        f"{plural(count, 'image')}{of} in {facts['seconds']:.2f} s, {speed:.3g} images/s; state "
-        f"{plural(facts['state_bytes'], 'byte')}; seed {facts['seed']}"
-    )
+    count, seconds = len(pixels), facts["seconds"]
     head = {"run": str(run.folder), "out": str(out), "images": count}
-    return Made({**head, **facts, "images_per_second": speed}, text, pixels=pixels)
+    text = f"{plural(count, 'image')}{of} in {seconds:.2f} s, {count / seconds:.3g} images/s; "
+    text += f"state {plural(facts['state_bytes'], 'byte')}; seed {facts['seed']}"
+    return Made({**head, **facts, "images_per_second": count / seconds}, text, pixels=pixels)
 
 
 def grid(pixels: np.ndarray, columns: int) -> np.ndarray:
@@ -481,14 +471,11 @@ def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: i
             )
         return None
     names = classes_of(run)
-    if label is not None:
-        chosen = [names.index(choose(name.strip(), names, f"`label` {label}: class")) for name in label.split(",")]
-        classes = torch.tensor(chosen)
-    elif classes is not None:
+    if label is None and classes is not None:
         return classes.repeat_interleave(count // len(classes))
-    else:
-        classes = torch.arange(len(names))
-    return classes[torch.arange(count) % len(classes)]
+    chosen = names if label is None else label.split(",")
+    numbers = [names.index(choose(name.strip(), names, f"`label` {label}: class")) for name in chosen]
+    return torch.tensor(numbers)[torch.arange(count) % len(numbers)]
 
 
 def _occluded(

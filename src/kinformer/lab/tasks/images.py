@@ -188,12 +188,10 @@ def augment(batch: Augmented, names: Sequence[str], generator: Generator) -> Aug
     for name, change in ALONE.items():
         if name in names:
             images = change(images, generator)
-    batch = batch._replace(images=images)
-    mixing = [name for name in MIXED if name in names]
+    batch, mixing = batch._replace(images=images), [mix for name, mix in MIXED.items() if name in names]
     if not mixing:
         return batch
-    turn = mixing[int(torch.randint(len(mixing), (), generator=generator))]
-    return MIXED[turn](batch, generator)
+    return mixing[int(torch.randint(len(mixing), (), generator=generator))](batch, generator)
 
 
 def crop(images: Tensor, generator: Generator) -> Tensor:
@@ -391,18 +389,13 @@ def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     """Yield a PNG or JPEG, or the pictures of a folder, scaled and cropped to the size that the model of ``run`` was
     made for; or the first ``count`` test images of the data ``spec``.
     Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's."""
-    input = input_of(run.config)
-    shape = (*input.size, input.channels)
-    path = Path(spec).expanduser()
-    if files := files_in(path):
+    if files := files_in(Path(spec).expanduser()):
         if count > 1:
             raise KinformerError(
                 f"`samples` {count}: says how many test images of data are taken, but all pictures of {spec} are; "
                 "leave it out."
             )
-        for file in files:
-            read_head(file)
-            yield Picture(str(file), decode(file, shape))
+        yield from pictures_in(run, files, None).items
         return
     images = read_images(spec_of(run, spec), holdout=run.data.get("holdout"), size=run.options.resize)
     require_channels(images, run.config, str(run.folder))
@@ -442,7 +435,7 @@ def files_in(path: Path) -> list[Path]:
 
 
 def picture_batches(taken: Inputs[Picture], settings: ItemSettings, doing: str) -> Iterator[list[Picture]]:
-    """Yield the pictures ``taken`` in batches; ``doing`` is the text of the progress bar."""
+    """Yield the pictures ``taken`` in batches; ``doing`` is the text of the progress bar, as of :func:`track`."""
     return track(batched(taken.items, settings.batch_size), taken.total, settings.quiet, doing, len)
 
 

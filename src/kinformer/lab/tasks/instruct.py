@@ -25,7 +25,7 @@ from kinformer.core.model import CausalModel, device_of
 from kinformer.lab.data import IGNORED
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, Order
 from kinformer.lab.data.corpus import SHARES
-from kinformer.lab.data.files import fingerprint_of, reading_corpus, single_file
+from kinformer.lab.data.files import Identified, fingerprint_of, reading_corpus, single_file
 from kinformer.lab.serving.fields import ChatTemplate
 from kinformer.lab.tasks.answers import ScoredBatch, answers
 from kinformer.lab.tasks.evaluation import Evaluation, EvaluationSettings, LoadedRun, TrainedRun
@@ -57,25 +57,16 @@ class Conversation(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Conversations:
+class Conversations(Identified):
     """Conversations in three splits, and the source of the chat template that wrote them (None: plain texts)."""
 
-    name: str
-    fingerprint: str
     splits: Mapping[str, Sequence[Conversation]]
     chat_template: str | None
     vocab_size: int
 
     @property
-    def version(self) -> str:
-        """Return the beginning of the fingerprint, which stands behind the name."""
-        return self.fingerprint[:15]
-
-    @property
     def identity(self) -> dict[str, object]:
-        """Return the record of the data in a run, as values for JSON."""
-        counts = {name: len(split) for name, split in self.splits.items()}
-        return {"name": self.name, "version": self.version, "fingerprint": self.fingerprint, "examples": counts}
+        return super().identity | {"examples": {name: len(split) for name, split in self.splits.items()}}
 
     def bits_per_byte(self, nats: float, split: str) -> float:
         """Return ``nats`` per token of the answers of ``split`` as bits per byte of their text."""
@@ -106,7 +97,8 @@ def open_conversations(source: Source, options: InstructOptions, cache: Path | N
     text = None if template is None else template.source
     digest = hashlib.sha256(f"{fingerprint_of([single_file(path)])}{text}".encode()).hexdigest()
     splits = {name: [encoded[row] for row in sorted(some)] for name, some in rows.items()}
-    return Conversations(path.name, f"sha256:{digest}", splits, text, source.tokenizer.vocab_size)
+    fingerprint = f"sha256:{digest}"
+    return Conversations(path.name, fingerprint[:15], fingerprint, splits, text, source.tokenizer.vocab_size)
 
 
 def _template(source: Source, options: InstructOptions) -> ChatTemplate | None:
@@ -128,12 +120,9 @@ def messages_of(place: str, row: object) -> list[dict[str, str]]:
     row = row if isinstance(row, dict) else {}
     messages = row.get("messages")
     if "prompt" in row and "completion" in row:
-        pairs = (("user", row["prompt"]), ("assistant", row["completion"]))
-        messages = [
-            message
-            for role, text in pairs
-            for message in (text if isinstance(text, list) else [{"role": role, "content": text}])
-        ]
+        messages = []
+        for role, text in (("user", row["prompt"]), ("assistant", row["completion"])):
+            messages += text if isinstance(text, list) else [{"role": role, "content": text}]
     texts = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in messages

@@ -163,8 +163,7 @@ def fitted_to_masks(config: ModelConfig, data: ImageData | None) -> dict[str, ob
         return changes
     heads = max(1, config.dim // NARROWER // HEAD_DIM)
     dim = max(1, config.dim // NARROWER // (4 * heads)) * 4 * heads
-    norm = {"kind": "layer_norm", "eps": 1e-6}
-    mixer = {"kind": "bidirectional", "num_heads": heads}
+    norm, mixer = {"kind": "layer_norm", "eps": 1e-6}, {"kind": "bidirectional", "num_heads": heads}
     layer = {"kind": "encoder", "mixer": mixer, "norm": norm, "residual": {"kind": "pre"}}
     layers = [layer] * max(1, len(config.layers) // SHALLOWER)
     return changes | {"head": {"kind": PIXEL_HEAD, "dim": dim, "layers": layers}}
@@ -192,10 +191,8 @@ def check_masks(plan: TrainingPlan, model: nn.Module) -> None:
 
 def mixer_of_places(config: ModelConfig) -> str | None:
     """Return the kind of a mixer of ``config`` that knows patches by their places, None where there is none."""
-    for layer in config.layers:
-        mixer = layer.mixer
-        parts = [getattr(getattr(mixer, name, None), "kind", None) for name in ("pattern", "position")]
-        if parts != ["full", "none"]:
+    for mixer in (layer.mixer for layer in config.layers):
+        if [getattr(getattr(mixer, name, None), "kind", None) for name in ("pattern", "position")] != ["full", "none"]:
             return str(mixer.kind)
     return None
 
@@ -327,15 +324,14 @@ def complete(subject: LoadedRun, prompt: None, options: GenerationSettings, writ
     out = png_of(run, task_options.out, "completed.png")
     shown = list(pictures(run, task_options.image or run.data["spec"], options.samples))
     images, started_at = laid(shown, model), time.perf_counter()
-    patches = int(np.prod(input.grid(images)))
+    patches = prod(input.grid(images))
     seen = seen_patches(patches, run.options.masked, np.arange(len(images)), options.seed or 0)
     batch = MaeBatch(images, seen.to(device_of(model)))
     with torch.inference_mode():
-        targets = targets_of(model, images, run.options.raw_pixels)
+        targets, original = targets_of(model, images, run.options.raw_pixels), input.cut(images)
         made = predict_patches(model, batch).to(targets.mean.dtype) * targets.scale + targets.mean
         require_finite(bool(made.isfinite().all()))
         masked = masked_of(batch, patches)[..., None]
-        original = input.cut(images)
         made = torch.where(masked, made, original)
     seconds = time.perf_counter() - started_at
     veil = masked.expand_as(original)
@@ -380,9 +376,8 @@ def fitted_to_colours(config: ModelConfig, data: ImageData | None) -> dict[str, 
 
 def suits_colours(config: ModelConfig) -> bool:
     """Return whether an encoder of ``config`` reads patches, and ends with these patches and nothing else."""
-    if config.protocol is not WholeModel or config.input.kind != "patches":
-        return False
-    return config.stack.kind != STAGES and not _has_global_tokens(config)
+    reads = config.protocol is WholeModel and config.input.kind == "patches"
+    return reads and config.stack.kind != STAGES and not _has_global_tokens(config)
 
 
 def _has_global_tokens(config: ModelConfig) -> bool:

@@ -11,9 +11,10 @@ A training row is a window of text between BOS and EOS with some tokens replaced
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from itertools import islice
 from math import isfinite, log
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from kinformer.core.state import State
 from kinformer.lab.data import IGNORED, BosEos, Corpus, Rows, Tokenizer
 from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.data.masking import Bigrams, MaskedRows, MaskedText, Masking, Words, ordinary
-from kinformer.lab.tables import PredictionTable, WriteRow
+from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.classify import scored
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
@@ -56,6 +57,7 @@ from kinformer.lab.tasks.texts import (
 )
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, bits_per_masked
+from kinformer.lab.training.optimisers import swapped
 from kinformer.lab.training.settings import Settings
 from kinformer.models.encoder import Encoder
 from kinformer.runtime.errors import KinformerError, plural, require_finite
@@ -334,8 +336,7 @@ AROUND = 16
 """Tokens of the text that a table shows on either side of a mask."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedMeasurement:
+class MaskedMeasurement(NamedTuple):
     """Metrics of ``masked`` tokens in ``windows`` windows: bits per token, the share predicted right, and bits by
     frequency (``unigram_bits``) and by frequency after the true token before it (``bigram_bits``), as counted in the
     training data."""
@@ -354,7 +355,7 @@ def measure_masked(
     counts: Bigrams,
     rows: int,
     quiet: bool = True,
-    note: Callable[[MaskedBatch, Tensor], None] | None = None,
+    note: Callable[[MaskedBatch, Tensor], None] = lambda batch, logits: None,
 ) -> MaskedMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which changes nothing else;
     ``note`` gets every batch and its logits at the masks."""
@@ -367,48 +368,35 @@ def measure_masked(
             scores = [float(sums_of_batch[name]) for name in ("nats", "predicted", "correct")]
             sums += [*scores, *bits_by_counts(counts, shown).sum(1)]
             require_finite(isfinite(sums[0]))
-            if note is not None:
-                note(batch, logits)
+            note(batch, logits)
     nats, masked, correct, unigram, bigram = sums.tolist()
-    return MaskedMeasurement(
-        bits=nats / log(2) / masked,
-        accuracy=correct / masked,
-        masked=int(masked),
-        windows=len(text),
-        unigram_bits=unigram / masked,
-        bigram_bits=bigram / masked,
-    )
+    bits, by_counts = nats / log(2) / masked, (unigram / masked, bigram / masked)
+    return MaskedMeasurement(bits, correct / masked, int(masked), len(text), *by_counts)
 
 
-class MaskNotes:
-    """Writes a row for every masked token: the text around it, the token, the most probable one, its probability."""
+def table_of_masks(
+    batch: MaskedBatch, logits: Tensor, tokenizer: Tokenizer, ends: BosEos
+) -> Iterator[dict[str, str | float | bool]]:
+    """Yield a row for every masked token of a batch, whose masks have the ``logits`` [batch, n, vocab]: the text around
+    it, the token, the most probable one and its probability."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: BosEos, write: WriteRow) -> None:
-        self.tokenizer, self.ends, self.write = tokenizer, ends, write
+    def text_of(tokens: Sequence[int]) -> str:
+        # Without ids that the tokenizer lacks, such as the mask token's.
+        return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
-    def __call__(self, batch: MaskedBatch, logits: Tensor) -> None:
-        """Write the rows of a batch, whose masks have the ``logits`` [batch, n, vocab]."""
-        shares, best = logits.float().softmax(-1).max(-1)
-        for row, tokens in enumerate(batch.tokens):
-            masks = batch.labels[row] != IGNORED
-            places, labels = batch.positions[row][masks], batch.labels[row][masks]
-            tokens = tokens.index_put((places,), labels)
-            if batch.valid is not None:
-                tokens = tokens[batch.valid[row]]
-            text = tokens[self.ends.before : len(tokens) - (self.ends.size - self.ends.before)].tolist()
-            columns = (places - self.ends.before, labels, best[row][masks], shares[row][masks])
-            for at, label, guess, share in zip(*(column.tolist() for column in columns), strict=True):
-                before, after = self._text(text[max(0, at - AROUND) : at]), self._text(text[at + 1 : at + 1 + AROUND])
-                token, predicted = self._text([label]), self._text([guess])
-                answer = {"label": token, "token": predicted, "probability": share}
-                right = {"correct": label == guess}  # two bytes outside any text look alike
-                self.write({"text": f"{before}[MASK]{after}", **answer, **right})
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        """Return tokens as text, without ids that the tokenizer lacks, such as the mask token's."""
-        return self.tokenizer.decode(
-            np.array([token for token in tokens if token < self.tokenizer.vocab_size], np.int64)
-        )
+    shares, best = logits.float().softmax(-1).max(-1)
+    for row, tokens in enumerate(batch.tokens):
+        masks = batch.labels[row] != IGNORED
+        places, labels = batch.positions[row][masks], batch.labels[row][masks]
+        tokens = tokens.index_put((places,), labels)
+        if batch.valid is not None:
+            tokens = tokens[batch.valid[row]]
+        text = tokens[ends.before : len(tokens) - (ends.size - ends.before)].tolist()
+        columns = (places - ends.before, labels, best[row][masks], shares[row][masks])
+        for at, label, guess, share in zip(*(column.tolist() for column in columns), strict=True):
+            around = f"{text_of(text[max(0, at - AROUND) : at])}[MASK]{text_of(text[at + 1 : at + 1 + AROUND])}"
+            answer = {"label": text_of([label]), "token": text_of([guess]), "probability": share}
+            yield {"text": around, **answer, "correct": label == guess}  # two bytes outside any text look alike
 
 
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: PredictionTable, quiet: bool) -> Evaluation:
@@ -421,7 +409,11 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     started_at = time.perf_counter()
     rows = max(1, settings.chunk // length)
     with table.writing_predictions() as write:
-        note = None if write is None else MaskNotes(tokenizer_of(run), ends_of(model.config), write)
+
+        def note(batch: MaskedBatch, logits: Tensor) -> None:
+            for row in () if write is None else table_of_masks(batch, logits, tokenizer_of(run), ends_of(model.config)):
+                write(row)
+
         measured = measure_masked(model, masked_text, Bigrams(held.data.splits["train"]), rows, quiet, note)
     unit, words = unit_of(held.data), ", whole words" if run.options.whole_words else ""
     metric = bits_per_masked(unit)
@@ -433,32 +425,22 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     ]
     metrics = {metric: measured.bits, ACCURACY: measured.accuracy}
     baselines = {"unigram_bits": measured.unigram_bits, "bigram_bits": measured.bigram_bits}
-    facts = baselines | {"masked": measured.masked} | asdict(run.options)
+    facts: dict[str, object] = {**baselines, "masked": measured.masked, **asdict(run.options)}
     facts |= {"length": length, "windows": measured.windows}
     if has_global_input(model):
-        more_facts, more_text = _global_input(subject, masked_text, settings, quiet)
-        facts, text = facts | more_facts, text + more_text
+        effect = measure_global_input(model, masked_text, run.training.get("batch_size", rows), quiet)
+        facts["global_input"] = effect._asdict()
+        zeroed = f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed"
+        text.append(f"{zeroed}, {effect.without:.4f} without these")
+        if run.training.get("objective") == "mlm-cpc":
+            text.append(
+                f"{effect.accuracy:.1%} of {plural(effect.sentences, 'masked sentence')} identified by their global "
+                f"tokens (by chance: {effect.chance:.1%})"
+            )
     return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="mlm", since=started_at)
 
 
-def _global_input(
-    subject: LoadedRun, text: MaskedText, settings: EvaluationSettings, quiet: bool
-) -> tuple[dict[str, object], list[str]]:
-    """Return the gain from the global input, for JSON and as text."""
-    training = subject.run.training
-    rows = training.get("batch_size", max(1, settings.chunk // text.length))
-    effect = measure_global_input(subject.model, text, rows, quiet)
-    lines = [f"{effect.zeroed:.4f} with the vectors of the global tokens zeroed, {effect.without:.4f} without these"]
-    if training.get("objective") == "mlm-cpc":
-        lines.append(
-            f"{effect.accuracy:.1%} of {plural(effect.sentences, 'masked sentence')} identified by their global "
-            f"tokens (by chance: {effect.chance:.1%})"
-        )
-    return {"global_input": asdict(effect)}, lines
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlobalInputMeasurement:
+class GlobalInputMeasurement(NamedTuple):
     """The gain from the global input of ETC (Ainslie et al. 2020), a token for each sentence before the long input.
 
     ``bits`` of a masked token are the whole model's, ``zeroed`` the bits with zero vectors for its global tokens,
@@ -484,7 +466,7 @@ def has_global_input(model: nn.Module) -> bool:
 def measure_global_input(model: Encoder, text: MaskedText, rows: int, quiet: bool = True) -> GlobalInputMeasurement:
     """Measure ``model`` (in eval mode) on all windows of ``text``, ``rows`` at a time, which come from all over it."""
     device, objective = device_of(model), MaskedLanguageCpc.of(model)
-    totals: dict[str, float] = {}
+    totals: dict[str, float] = defaultdict(float)
     for shown in track(text.in_order(rows, shuffled=True), len(text), quiet, size=lambda item: len(item.rows.tokens)):
         batch = map_fields(MaskedBatch.of(shown.rows), lambda field: field.to(device))
         none = torch.full_like(batch.tokens, -1)
@@ -495,32 +477,18 @@ def measure_global_input(model: Encoder, text: MaskedText, rows: int, quiet: boo
             nats["zeroed_"] = _nats(model, batch)
         for name, metrics in nats.items():
             for key, value in metrics.items():
-                totals[name + key] = totals.get(name + key, 0.0) + float(value)
+                totals[name + key] += float(value)
         require_finite(isfinite(sum(totals.values())))
-    sentences = totals.get("sentences_cpc_predicted", 0.0)
+    count = totals["sentences_cpc_predicted"]
     bits = [totals[f"{name}nats"] / log(2) / max(1.0, totals["predicted"]) for name in ("", "zeroed_", "without_")]
-    return GlobalInputMeasurement(
-        bits=bits[0],
-        zeroed=bits[1],
-        without=bits[2],
-        sentences=int(sentences),
-        accuracy=totals.get("sentences_cpc_correct", 0.0) / max(1.0, sentences),
-        chance=totals.get("sentences_cpc_by_chance", 0.0) / max(1.0, sentences),
-    )
+    shares = [totals[f"sentences_cpc_{name}"] / max(1.0, count) for name in ("correct", "by_chance")]
+    return GlobalInputMeasurement(*bits, int(count), *shares)
 
 
-@contextmanager
-def silenced(model: Encoder) -> Iterator[None]:
-    """Give the global tokens of ``model`` the vector 0 meanwhile."""
+def silenced(model: Encoder) -> AbstractContextManager[None]:
+    """Give the global tokens of ``model`` the vector 0 within the context."""
     weight: Tensor = part_of(model.global_input, "table").weight
-    weight_before = weight.detach().clone()
-    try:
-        with torch.no_grad():
-            weight.zero_()
-        yield
-    finally:
-        with torch.no_grad():
-            weight.copy_(weight_before)
+    return swapped({"table": weight}, {"table": torch.zeros_like(weight)})
 
 
 def _nats(model: Encoder, batch: MaskedBatch, sentences: Tensor | None = None) -> dict[str, Tensor]:
@@ -552,10 +520,8 @@ class MaskFiller(TextReader):
             raise KinformerError(
                 f"{item.place}: does not hold a mask; write {self.mark} in place of a token, or give `mask` TEXT."
             )
-        ids = [self.tokenizer.encode(pieces[0]).astype(np.int64)]
-        for piece in pieces[1:]:
-            ids += [np.array([HOLE]), self.tokenizer.encode(piece).astype(np.int64)]
-        joined = np.concatenate(ids)
+        parts = [part for piece in pieces for part in (np.array([HOLE]), self.tokenizer.encode(piece))]
+        joined = np.concatenate(parts[1:])
         if (longest := len(joined) + self.ends.size) > self.length:
             raise KinformerError(
                 f"{item.place}: has {longest} tokens, but {self.run.folder} reads {self.length} at most, its training "
@@ -582,13 +548,10 @@ class MaskFiller(TextReader):
         ]
 
     def _predicted(self, item: TextItem, best: list[tuple[list[float], list[int]]]) -> Predicted:
-        masks: list[list[dict[str, Any]]] = [
-            [
-                {"token": self.tokenizer.decode([number]), "probability": share}
-                for share, number in zip(shares, numbers, strict=True)
-            ]
-            for shares, numbers in best
-        ]
+        masks: list[list[dict[str, Any]]] = []
+        for shares, numbers in best:
+            pairs = zip(map(self.tokenizer.decode, ([number] for number in numbers)), shares, strict=True)
+            masks.append([{"token": token, "probability": share} for token, share in pairs])
         pieces = item.text.split(self.mark)
         filled = pieces[0] + "".join(mask[0]["token"] + piece for mask, piece in zip(masks, pieces[1:], strict=True))
         spelled = (", ".join(f"{guess['token']!r} {guess['probability']:.1%}" for guess in mask) for mask in masks)

@@ -113,6 +113,7 @@ class NextTokens(DataModule):
 
     metrics = (BITS_PER_BYTE,)
     by_time = True
+    neighbours: Mapping[str, np.ndarray] | None = None
 
     def __init__(
         self, corpus: Corpus, settings: Settings, segments: bool = False, reset_documents: bool = False
@@ -137,13 +138,18 @@ class NextTokens(DataModule):
 
     def batch(self, step: int, rank: int, world: int) -> TokenBatch:
         tokens = torch.from_numpy(self.sampler.batch(step, rank, world))
-        return TokenBatch(tokens, _marks(self.sampler.resets(step, rank, world)))
+        batch = TokenBatch(tokens, _marks(self.sampler.resets(step, rank, world)))
+        if self.neighbours is None:
+            return batch
+        return self._add_neighbours(batch, "train", self.sampler.starts(step), rank)
 
     def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
-        for segment in self.stream:
+        for index, segment in enumerate(self.stream):
             tokens, valid = (torch.from_numpy(_share(item, rank, world)) for item in (segment.tokens, segment.valid))
             reset = None if segment.reset is None else _share(segment.reset, rank, world)
-            yield TokenBatch(tokens, _marks(reset), None if valid.all() else valid)
+            batch = TokenBatch(tokens, _marks(reset), None if valid.all() else valid)
+            starts = self.stream.starts + index * self.stream.length
+            yield batch if self.neighbours is None else self._add_neighbours(batch, "validation", starts, rank)
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_BYTE.name: bits_per_byte(means["nats"], self.corpus.splits[split])}
@@ -152,37 +158,25 @@ class NextTokens(DataModule):
         train = self.corpus.splits["train"].text.take(COUNTED_BYTES)
         return {"ngram_bits_per_byte": NgramModel(train, NGRAM_CONTEXT).bits_per_byte(self.stream.split)}
 
-    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> DataModule:
-        return RetrievedTokens(self, train, validation)
-
-
-class RetrievedTokens(DataModule):
-    """The rows of ``texts`` with their neighbours.
-    ``train`` and ``validation``, int32 [tokens, k]: row t belongs to the input at position t of the training split, and
-    of the measured part of the validation split."""
-
-    metrics = (BITS_PER_BYTE,)
-
-    def __init__(self, texts: NextTokens, train: np.ndarray, validation: np.ndarray) -> None:
-        self.texts, self.train, self.held_out, self.carries = texts, train, validation, texts.carries
-        for table, split in ((train, texts.corpus.splits["train"]), (validation, texts.stream.split)):
+    def with_neighbours(self, train: np.ndarray, validation: np.ndarray) -> NextTokens:
+        """Return these rows with neighbours from now on. Row t of ``train`` and ``validation``, int32 [tokens, k],
+        belongs to the input at position t of the training split, and of the measured part of the validation split."""
+        for table, split in ((train, self.corpus.splits["train"]), (validation, self.stream.split)):
             assert len(table) == len(split) - 1
+        self.neighbours = {"train": train, "validation": validation}
+        return self
 
-    @property
-    def validations(self) -> int:
-        return self.texts.validations
-
-    def batch(self, step: int, rank: int, world: int) -> TokenBatch:
-        batch = self.texts.batch(step, rank, world)
-        return _with_rows(batch, self.train, self.texts.sampler.starts(step), rank)
-
-    def validation(self, rank: int, world: int) -> Iterator[TokenBatch]:
-        stream = self.texts.stream
-        for index, batch in enumerate(self.texts.validation(rank, world)):
-            yield _with_rows(batch, self.held_out, stream.starts + index * stream.length, rank)
-
-    def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
-        return self.texts.measured(means, split)
+    def _add_neighbours(self, batch: TokenBatch, split: str, starts: np.ndarray, rank: int) -> TokenBatch:
+        """Return ``batch`` with its neighbours; ``starts`` are the positions of all processes' rows. The last process
+        may have fewer rows than the others."""
+        assert self.neighbours is not None
+        table = self.neighbours[split]
+        count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
+        rows = np.full((count, time, table.shape[1]), -1, np.int64)
+        for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
+            rows_of_table = table[start : start + time]
+            row[: len(rows_of_table)] = rows_of_table
+        return batch._replace(neighbours=torch.from_numpy(rows))
 
 
 def training_rows(plan: TrainingPlan) -> NextTokens:
@@ -192,7 +186,8 @@ def training_rows(plan: TrainingPlan) -> NextTokens:
 
 def token_loss(model: nn.Module, data: DataModule | None) -> NextTokenLoss | RetrievedNextToken:
     """Return the objective of the next token, of rows with retrieved neighbours where ``data`` has them."""
-    return RetrievedNextToken() if isinstance(data, RetrievedTokens) else NextTokenLoss()
+    retrieves = isinstance(data, NextTokens) and data.neighbours is not None
+    return RetrievedNextToken() if retrieves else NextTokenLoss()
 
 
 class NextTokenLoss:
@@ -255,17 +250,6 @@ def _share(field: np.ndarray, rank: int, world: int) -> np.ndarray:
 def _marks(reset: np.ndarray | None) -> Tensor | None:
     """Return where sequences begin, or None where none does, as in most batches, which saves work."""
     return None if reset is None or not reset.any() else torch.from_numpy(reset)
-
-
-def _with_rows(batch: TokenBatch, table: np.ndarray, starts: np.ndarray, rank: int) -> TokenBatch:
-    """Return ``batch`` with its rows of ``table``; ``starts`` are the positions of all processes' rows; the last
-    process may have fewer rows than the others."""
-    count, time = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-    rows = np.full((count, time, table.shape[1]), -1, np.int64)
-    for row, start in zip(rows, starts[rank * count : (rank + 1) * count].tolist(), strict=False):
-        rows_of_table = table[start : start + time]
-        row[: len(rows_of_table)] = rows_of_table
-    return batch._replace(neighbours=torch.from_numpy(rows))
 
 
 class RetrievedNextToken:
@@ -383,18 +367,16 @@ class DeepSupervision(nn.Module):
         loss = loss + self._layer(batch, None, *self.readers[-1](hidden))
         for index, x in zip(taps, tapped, strict=True):
             loss = loss + self._layer(batch, *self.readers[index](x))
-        return loss + self._nothing(taps), {"nats": nats, "predicted": predicted(batch)}, state
+        # The stopped readers have a part of 0, since engines expect a gradient of every parameter.
+        idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
+        nothing = sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
+        return loss + nothing, {"nats": nats, "predicted": predicted(batch)}, state
 
     def _layer(self, batch: TokenBatch, following: Tensor | None, ahead: Tensor) -> Tensor:
         """Return a layer's loss from its logits of the next token, if it has some, and of the one after it."""
         valid = None if batch.valid is None else batch.valid[:, 1:] & batch.valid[:, :-1]
         loss = self.AHEAD * next_token_nats(ahead[:, :-1], batch.tokens[:, 2:], valid)[0]
         return loss if following is None else loss + next_token_nats(following, batch.tokens[:, 1:], batch.valid)[0]
-
-    def _nothing(self, taps: list[int]) -> Tensor | float:
-        """Return 0 with a graph to the stopped readers, as engines expect a gradient of every parameter."""
-        idle = [reader for index, reader in enumerate(self.readers[:-1]) if index not in taps]
-        return sum((0.0 * parameter.sum() for reader in idle for parameter in reader.parameters()), 0.0)
 
 
 class _Reader(nn.Module):

@@ -28,7 +28,7 @@ from kinformer.lab.evaluation.depths import (
     saved,
     with_rule,
 )
-from kinformer.lab.evaluation.recl import Losses, Recl, check, context_losses, recl, spread_positions
+from kinformer.lab.evaluation.recl import Recl, check, context_losses, recl, spread_positions
 from kinformer.lab.evaluation.usage import record_usage
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
@@ -45,11 +45,10 @@ from kinformer.lab.tasks.options import NextTokenEvaluationOptions
 from kinformer.lab.tasks.task import Load
 from kinformer.lab.tasks.texts import (
     HeldOut,
-    Length,
     check_positions,
     held_out,
+    lengths_in,
     main_windows,
-    parse_lengths,
     short_names,
     tell_untrained,
     tokenizer_of,
@@ -84,11 +83,11 @@ def evaluate_recl(
             )
     held = held_out(first, settings, options.holdout)
     positions = spread_positions(held.split, contexts[-1], options.positions)
+    losses_of = partial(context_losses, split=held.split, contexts=contexts, positions=positions, chunk=settings.chunk)
     nats = []
     for run in runs:
         with progressing(quiet) as progress:
-            beside: dict[str, Any] = {"chunk": settings.chunk, "progress": progress, "prefix": tokenizer_of(run).prefix}
-            nats.append(context_losses(load(run).model, held.split, contexts, positions, **beside))
+            nats.append(losses_of(load(run).model, progress=progress, prefix=tokenizer_of(run).prefix))
     losses = np.stack(nats)
     curves = recl(losses, contexts, hardest=options.hardest)
     names = short_names([run.folder for run in runs])
@@ -97,32 +96,24 @@ def evaluate_recl(
 
         plot_effective_context(names, contexts, curves, Path(options.plot))
         note(f"drew {options.plot}")
-    evaluations = [
-        evaluated(LoadedRun(run, None), {RECL: result.length}, held.identity, (), facts=_facts(result, loss))
-        for run, result, loss in zip(runs, curves, losses, strict=True)
-    ]
-    facts = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": options.hardest}
+    evaluations = []
+    for run, curve, loss in zip(runs, curves, losses, strict=True):
+        facts = {"at_least": curve.at_least, "gains": list(curve.gains), "mean_nats": loss.mean(axis=1).tolist()}
+        evaluations.append(evaluated(LoadedRun(run, None), {RECL: curve.length}, held.identity, (), facts=facts))
+    about = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": options.hardest}
     by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
-    return EvaluationReport(
-        evaluations,
-        _blocks(names, held, contexts, curves, f"{options.hardest:.0%} of {losses.shape[2]}"),
-        facts | by_run,
-    )
+    blocks = _blocks(names, held, contexts, curves, f"{options.hardest:.0%} of {losses.shape[2]}")
+    return EvaluationReport(evaluations, blocks, about | by_run)
 
 
-def contexts_of(runs: Sequence[TrainedRun], lengths: Sequence[Length]) -> list[int]:
-    """Return the contexts in tokens: ``lengths``, or eight equal steps up to twice the first run's training length."""
-    first = runs[0]
+def contexts_of(first: TrainedRun, lengths: Sequence[int]) -> list[int]:
+    """Return the contexts in tokens: ``lengths``, or eight equal steps up to twice the training length of ``first``."""
     if lengths:
-        return sorted({length.tokens(first) for length in lengths})
+        return sorted(set(lengths))
     trained = trained_at(first)
     if trained is None:
         raise KinformerError(f"{first.folder}: does not say its training length; give `contexts` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
-
-
-def _facts(curves: Recl, losses: Losses) -> dict[str, object]:
-    return {"at_least": curves.at_least, "gains": list(curves.gains), "mean_nats": losses.mean(axis=1).tolist()}
 
 
 def _blocks(
@@ -206,10 +197,10 @@ def evaluate(
         check(Path(options.plot))
         if options.contexts is None and not options.recl:
             raise KinformerError(f"`plot` {options.plot}: draws what `contexts` measures; add `contexts` 1x,2x,4x.")
-    lengths = parse_lengths(options.contexts)
+    lengths = [lengths_in(options.contexts, run) for run in runs]
     if options.recl:
-        return evaluate_recl(runs, load, settings, options, contexts_of(runs, lengths), quiet)
-    results = [_measure(load(run), settings, options, lengths, quiet) for run in runs]
+        return evaluate_recl(runs, load, settings, options, contexts_of(runs[0], lengths[0]), quiet)
+    results = [_measure(load(run), settings, options, some, quiet) for run, some in zip(runs, lengths, strict=True)]
     names = short_names([run.folder for run in runs])
     if options.plot is not None:
         _plot(names, results, Path(options.plot))
@@ -220,15 +211,15 @@ def _measure(
     subject: LoadedRun,
     settings: EvaluationSettings,
     options: NextTokenEvaluationOptions,
-    lengths: Sequence[Length],
+    lengths: Sequence[int],
     quiet: bool,
 ) -> Measured:
     run, model = subject.run, subject.model
     beside = options.contexts is not None
     main = main_windows(run, model, options.context, options.overlap, beside_lengths=beside)
-    tokens, limit = [length.tokens(run) for length in lengths], model.max_length
-    within = [length for length in tokens if limit is None or length <= limit]
-    skipped = [length for length in tokens if length not in within]
+    limit = model.max_length
+    within = [length for length in lengths if limit is None or length <= limit]
+    skipped = [length for length in lengths if length not in within]
     further = [Windows(context=length, overlap=options.overlap) for length in within]
     beyond = [Windows(context=length, overlap=options.overlap) for length in skipped if not within]
     for windows in (main, *beyond):
@@ -321,9 +312,8 @@ def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:
     columns = [{item.context: f"{item.bits_per_byte:.4f}" for item in result.measurements} for result in results]
     contexts = dict.fromkeys(context for column in columns for context in column)
     beyond = sorted({length for result in results for length in result.skipped if length not in contexts})
-    rows = [
-        [context or "carried", *(column.get(context, "-") for column in columns)] for context in (*contexts, *beyond)
-    ]
+    order = (*contexts, *beyond)
+    rows = [[context or "carried", *(column.get(context, "-") for column in columns)] for context in order]
     headers = ("context", *(["bits per byte"] if len(names) == 1 else names))
     return TextTable(headers, rows, range(len(headers)))
 
@@ -333,13 +323,10 @@ def _by_position(result: Measured) -> TextTable:
     measured = list({item.context: item for item in result.measurements if item.by_position}.values())
     columns = [{item.last: item for item in one.by_position} for one in measured]
     bins = {last: value for column in columns for last, value in column.items()}
-    rows = [
-        [
-            f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last),
-            *(f"{column[last].bits_per_byte:.4f}" if last in column else "" for column in columns),
-        ]
-        for last in sorted(bins)
-    ]
+    rows = []
+    for last in sorted(bins):
+        span = f"{bins[last].first}-{last}" if last > 1 and bins[last].first < last else str(last)
+        rows.append([span, *(f"{column[last].bits_per_byte:.4f}" if last in column else "" for column in columns)])
     headers = ("tokens before", *(f"of {item.context}" for item in measured))
     return TextTable(headers, rows, range(len(headers)))
 
@@ -350,16 +337,10 @@ def _plot(names: Sequence[str], results: Sequence[Measured], path: Path) -> None
 
     curves = []
     for name, result in zip(names, results, strict=True):
-        windowed = sorted(
-            (item for item in result.measurements if item.context is not None), key=lambda item: item.context or 0
-        )
-        curves.append(
-            Curve(
-                name=name,
-                trained=trained_at(result.run),
-                lengths=tuple((item.context or 0, item.bits_per_byte) for item in windowed),
-                positions=tuple((item.last, item.bits_per_byte) for item in windowed[-1].by_position),
-            )
-        )
+        windowed = {item.context: item for item in result.measurements if item.context is not None}
+        lengths = tuple((context, item.bits_per_byte) for context, item in sorted(windowed.items()))
+        longest = windowed[max(windowed)].by_position
+        positions = tuple((item.last, item.bits_per_byte) for item in longest)
+        curves.append(Curve(name=name, trained=trained_at(result.run), lengths=lengths, positions=positions))
     plot_lengths(curves, path)
     note(f"drew {path}")

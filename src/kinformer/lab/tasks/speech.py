@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import exp, inf, isfinite, log
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, WholeModel, device_of
 from kinformer.core.stack import ModelConfig
@@ -65,6 +66,7 @@ from kinformer.lab.tasks.evaluation import (
     EvaluationSettings,
     FileSource,
     LoadedRun,
+    Made,
     Predicted,
     PredictionSettings,
     TextTable,
@@ -77,7 +79,6 @@ from kinformer.lab.tasks.evaluation import (
 from kinformer.lab.tasks.options import (
     DecodingOptions,
     SpeechEvaluationOptions,
-    SpeechGenerationOptions,
     SpeechOptions,
     SpeechPredictionOptions,
 )
@@ -86,7 +87,7 @@ from kinformer.lab.tasks.texts import HeldOut, check_sequence, pooled, spec_of, 
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput
 from kinformer.lab.training.logging import BITS_PER_SYMBOL, ERROR_RATE
 from kinformer.runtime.errors import KinformerError, plural, require_finite
-from kinformer.runtime.progress import note, note_once, progressing
+from kinformer.runtime.progress import note, note_once
 
 # The data, and how a model is fitted to it.
 
@@ -222,10 +223,7 @@ class Rows:
 
     def tell_left_out(self, split: str) -> None:
         """Note how many utterances cannot be learnt from; refuse a split without any other."""
-        for left in (self.long, self.short):
-            if not left.any():
-                continue
-            words = self.left_out(split, left)
+        for words in [self.left_out(split, left) for left in (self.long, self.short) if left.any()]:
             if not len(self.usable):
                 raise KinformerError(f"{words}, and none is left; give a larger `length` or other data.")
             note_once(f"note: {words} and are left out.")
@@ -247,18 +245,14 @@ class Rows:
         ``generators``, one an utterance, they are changed at random."""
         drawn: Sequence[Generator | None] = generators or [None] * len(numbers)
         rows = [self.features(number, generator) for number, generator in zip(numbers.tolist(), drawn, strict=True)]
-        targets = [self.targets[number] for number in numbers.tolist()]
-        time = max(map(len, rows))
-        time = -(-time // STEP_OF_WIDTH) * STEP_OF_WIDTH if time > STEP_OF_WIDTH else time
-        frames = torch.zeros(len(rows), time, *rows[0].shape[1:])
-        symbols = np.full((len(rows), max(map(len, targets))), BLANK, np.int64)
-        for row, utterance, symbol, target in zip(frames, rows, symbols, targets, strict=True):
-            row[: len(utterance)] = utterance
-            symbol[: len(target)] = target
-        counts = np.array([len(target) for target in targets])
-        counts = counts if counted is None else np.where(counted, counts, IGNORED)
-        valid = torch.arange(time) < torch.tensor([len(local) for local in rows])[:, None]
-        return SpeechBatch(frames, valid, torch.from_numpy(symbols), torch.from_numpy(counts))
+        targets = [torch.from_numpy(self.targets[number]) for number in numbers.tolist()]
+        longest = max(map(len, rows))
+        time = -(-longest // STEP_OF_WIDTH) * STEP_OF_WIDTH if longest > STEP_OF_WIDTH else longest
+        frames = functional.pad(pad_sequence(rows, batch_first=True), (0, 0, 0, 0, 0, time - longest))
+        symbols = pad_sequence(targets, batch_first=True, padding_value=BLANK)
+        counts = torch.tensor([len(target) for target in targets])
+        counts = counts if counted is None else counts.where(torch.from_numpy(counted), IGNORED)
+        return SpeechBatch(frames, torch.arange(time) < torch.tensor(list(map(len, rows)))[:, None], symbols, counts)
 
     def features(self, number: int, generator: Generator | None = None) -> Tensor:
         """Return an utterance as positions [time, width, mels], changed at random by a ``generator``, if any."""
@@ -404,23 +398,18 @@ def evaluate(
     rows = Rows(data, held.name, model.config)
     decode = decoder_of(subject, data.symbols, data.unit, prefixes, options)
     started_at = time.perf_counter()
-    heard: list[list[int]] = [[] for _ in rows.positions]
-    order, nats, begin, device = np.argsort(rows.positions, kind="stable"), 0.0, 0, device_of(model)
-    with torch.inference_mode(), progressing(quiet) as progress:
-        while begin < len(order):
-            end = begin + max(1, settings.chunk // int(rows.positions[order[begin]]))
-            batch = rows.batch(order[begin:end])
+    heard_symbols: list[list[str]] = [[] for _ in rows.positions]
+    nats, device = 0.0, device_of(model)
+    with torch.inference_mode():
+        for numbers in track(_by_length(rows.positions, settings.chunk), len(rows.positions), quiet, size=len):
+            batch = rows.batch(numbers)
             outputs = model(batch.frames.to(device), valid=batch.valid.to(device))
             logits = (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).float().cpu()
             lengths = batch.valid.sum(1)
             nats += float(ctc_nats(logits, lengths, batch.targets, batch.counts).double().sum())  # 0 of short ones
             require_finite(isfinite(nats))
-            for number, row, length in zip(order[begin:end].tolist(), logits, lengths.tolist(), strict=True):
-                heard[number] = decode(row[:length])
-            begin = end
-            if progress is not None:
-                progress(min(begin, len(order)), len(order))
-    heard_symbols = [[data.symbols[symbol - 1] for symbol in item] for item in heard]
+            for number, row, length in zip(numbers.tolist(), logits, lengths.tolist(), strict=True):
+                heard_symbols[number] = [data.symbols[symbol - 1] for symbol in decode(row[:length])]
     if rows.short.any():
         note(f"note: {rows.left_out(settings.split, rows.short)} and are left out of the bits per symbol.")
     fold: Callable[[list[str]], list[str]] = list if options.fold is None else partial(_folded, unit=data.unit)
@@ -434,11 +423,9 @@ def evaluate(
     metrics = {ERROR_RATE: errors.rate, BITS_PER_SYMBOL: bits}
     baselines = _simple_rules(data, references, fold)
     right = sum(a == b for a, b in zip(references, heard_symbols, strict=True))
-    facts: dict[str, object] = errors._asdict() | {
-        "utterances": len(references), "right": right, "prefixes": prefixes, "baselines": baselines, "unit": data.unit,
-        "fold": options.fold,
-        **{name: getattr(options, name) for name in ("language_model", "alpha", "beta") if options.name},
-    }  # fmt: skip
+    facts: dict[str, object] = errors._asdict() | {"utterances": len(references), "right": right, "prefixes": prefixes}
+    facts |= {"baselines": baselines, "unit": data.unit, "fold": options.fold}
+    facts |= {name: getattr(options, name) for name in ("language_model", "alpha", "beta") if options.name}
     text: list[str | TextTable] = [
         _metrics(data.unit, errors, bits, options),
         f"{right:,} of {plural(len(references), 'utterance')} without an error; writing nothing has an error rate of "
@@ -450,6 +437,15 @@ def evaluate(
         facts["word_error_rate"] = words.rate
         text.insert(1, f"word error rate {words.rate:.2%} of {plural(words.symbols, 'word')}\n")
     return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="speech", since=started_at)
+
+
+def _by_length(positions: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
+    """Yield the numbers of utterances of these ``positions``, the short ones first, some ``chunk`` positions a time."""
+    order = np.argsort(positions, kind="stable")
+    while len(order):
+        count = max(1, chunk // int(positions[order[0]]))
+        yield order[:count]
+        order = order[count:]
 
 
 def _simple_rules(
@@ -498,9 +494,9 @@ def _table(rows: Rows, references: list[list[str]], heard: list[list[str]]) -> l
     """Return a row of a table for every utterance: the right transcript, the model's, and the edits between them."""
     table = []
     for number, (reference, item) in enumerate(zip(references, heard, strict=True)):
-        texts = {name: join_symbols(some, rows.data.unit) for name, some in (("label", reference), ("text", item))}
+        label, text = (join_symbols(some, rows.data.unit) for some in (reference, item))
         edits = count_errors([reference], [item]).edits
-        table.append({"audio": rows.utterances.name(number), **texts, "errors": edits})
+        table.append({"audio": rows.utterances.name(number), "label": label, "text": text, "errors": edits})
     return table
 
 
@@ -513,33 +509,6 @@ SILENT = 2e-4
 are noise, in which a model that never heard silence hears symbols."""
 NEVER = -1e4
 """The logit of an impossible class, finite for the sums of a search."""
-
-
-@dataclass
-class Transcribed:
-    """The ``transcript`` of ``heard`` seconds of sound in this many ``seconds``; ``interrupted`` by Ctrl-C."""
-
-    run: str
-    audio: str
-    transcript: str = ""
-    heard: float = 0.0
-    seconds: float = 0.0
-    state_bytes: int = 0
-    interrupted: bool = False
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the transcript as values for JSON."""
-        return {
-            "run": self.run, "audio": self.audio, "text": self.transcript, "sound_seconds": self.heard,
-            "seconds": self.seconds, "state_bytes": self.state_bytes,
-        }  # fmt: skip
-
-    @property
-    def text(self) -> str:
-        """Return the cost of the transcript, as a line to print."""
-        speed = f", {self.heard / self.seconds:.1f} times as fast as spoken" if self.seconds else ""
-        return f"{self.heard:.2f} s of sound in {self.seconds:.3f} s{speed}; state {plural(self.state_bytes, 'byte')}"
 
 
 class Listener:
@@ -596,43 +565,43 @@ class Listener:
         return self.norm(features)
 
 
-def transcribe(subject: LoadedRun, prompt: None, settings: GenerationSettings, write: Write) -> Transcribed:
+def transcribe(subject: LoadedRun, prompt: None, settings: GenerationSettings, write: Write) -> Made:
     """Write down the sound of a file, or of standard input; every piece of text is given to ``write``."""
-    run, model = subject.run, subject.model
-    options: SpeechGenerationOptions = settings.task_options
+    run, options = subject.run, settings.task_options
     audio = options.audio
     if audio is None:
         raise KinformerError("there must be sound to write down; give `audio` FILE, or `audio` - for WAV as it comes.")
     symbols, unit, rate = writing_of(run)
+    between = "" if unit == CHARACTERS else " "
     decode = decoder_of(subject, symbols, unit, options.prefixes, options)
     sound_rate, pieces = _sound(audio)
-    listener, path = Listener(model, sound_rate, rate), Greedy()
-    result, transcribed = Transcribed(str(run.folder), audio), []
-    between = "" if unit == CHARACTERS else " "
-
-    def add(numbers: list[int]) -> None:
-        for symbol in numbers:
-            text = (between if result.transcript else "") + symbols[symbol - 1]
-            result.transcript += text
-            if write is not None:
-                write(text)
-
+    listener, path = Listener(subject.model, sound_rate, rate), Greedy()
+    transcript, all_logits, heard, seconds, interrupted = "", list[Tensor](), 0, 0.0, False
     try:
         with torch.inference_mode():
             for samples, last in pieces:
                 started_at = time.perf_counter()
                 logits = listener.feed(samples, last)
-                result.heard += len(samples) / sound_rate
-                transcribed.append(logits)
+                heard += len(samples)
                 if options.prefixes == 1:
-                    add(path.feed(logits))
-                elif last:
-                    add(decode(torch.cat([item for item in transcribed if len(item)])))
-                result.seconds += time.perf_counter() - started_at
+                    numbers = path.feed(logits)
+                else:
+                    all_logits += [logits] if len(logits) else []
+                    numbers = decode(torch.cat(all_logits)) if last else []
+                for symbol in numbers:
+                    text = (between if transcript else "") + symbols[symbol - 1]
+                    transcript += text
+                    if write is not None:
+                        write(text)
+                seconds += time.perf_counter() - started_at
     except KeyboardInterrupt:
-        result.interrupted = True
-    result.state_bytes = 0 if listener.state is None else nbytes(listener.state)
-    return result
+        interrupted = True
+    sound_seconds, state_bytes = heard / sound_rate, 0 if listener.state is None else nbytes(listener.state)
+    facts: dict[str, object] = {"run": str(run.folder), "audio": audio, "text": transcript}
+    facts |= {"sound_seconds": sound_seconds, "seconds": seconds, "state_bytes": state_bytes}
+    speed = f", {sound_seconds / seconds:.1f} times as fast as spoken" if seconds else ""
+    state = f"state {plural(state_bytes, 'byte')}"
+    return Made(facts, f"{sound_seconds:.2f} s of sound in {seconds:.3f} s{speed}; {state}", interrupted)
 
 
 def writing_of(run: TrainedRun) -> tuple[list[str], str, int]:

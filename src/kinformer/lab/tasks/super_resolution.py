@@ -27,12 +27,12 @@ from kinformer.lab.data.images import (
     ImageData,
     Images,
     decode,
-    floor_over_source,
     floors,
     read_head,
     reduced,
     write_png,
 )
+from kinformer.lab.tasks import image
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
     EvaluationSettings,
@@ -42,24 +42,6 @@ from kinformer.lab.tasks.evaluation import (
     Write,
     input_of,
     part_of,
-)
-from kinformer.lab.tasks.image import (
-    ABSOLUTE,
-    INPUT,
-    ImageRows,
-    PixelLoss,
-    Sequences,
-    check,
-    check_blocks_of,
-    check_sampling,
-    data_of,
-    grid,
-    image_changes,
-    made_of,
-    patterns_of,
-    resized,
-    sample,
-    shifted,
 )
 from kinformer.lab.tasks.images import files_in, open_images, png_of
 from kinformer.lab.tasks.options import SuperResolutionOptions
@@ -90,13 +72,13 @@ def open_blocks(source: Source, options: SuperResolutionOptions, cache: Path | N
 def enlarging_changes(config: ModelConfig, data: ImageData | None) -> dict[str, object]:
     """Return the changes of ``config`` to a model that draws the images of ``data`` (None: not known yet). A model of
     text gets pixels in place of its tokens and positions, on both sides."""
-    changes = image_changes(config, None if data is None else data.shape)
-    if config.input.kind != INPUT and config.position.kind in ABSOLUTE:
+    changes = image.image_changes(config, None if data is None else data.shape)
+    if config.input.kind != image.INPUT and config.position.kind in image.ABSOLUTE:
         changes["position"] = "none"
     encoder = part_of(config, "encoder")
-    if getattr(encoder.input, "kind", None) != INPUT:
-        changes["encoder.input"] = {"kind": INPUT, "shifted": False, "channels": 3}
-        if encoder.position.kind in ABSOLUTE:
+    if getattr(encoder.input, "kind", None) != image.INPUT:
+        changes["encoder.input"] = {"kind": image.INPUT, "shifted": False, "channels": 3}
+        if encoder.position.kind in image.ABSOLUTE:
             changes["encoder.position"] = "none"
     return changes
 
@@ -107,13 +89,13 @@ def requested(config: ModelConfig, data: ImageData | None, options: SuperResolut
         return {}
     encoder, factor, (height, width, channels) = part_of(config, "encoder"), options.factor, data.shape
     shape = (height // factor, width // factor, channels)
-    return resized(to_dict(encoder.input), patterns_of(encoder.layers), shape, "encoder.")
+    return image.resized(to_dict(encoder.input), image.patterns_of(encoder.layers), shape, "encoder.")
 
 
 def length(data: ImageData, config: ModelConfig) -> int:
     """Return how many positions a large image has."""
     for name, input in (("input", config.input), ("encoder.input", part_of(config, "encoder").input)):
-        if getattr(input, "kind", None) != INPUT:
+        if getattr(input, "kind", None) != image.INPUT:
             raise KinformerError(
                 f"`set` {name}={getattr(input, 'kind', None)}: the task super-resolution needs the input pixels; leave "
                 "it out, or choose another task."
@@ -127,8 +109,8 @@ def check_enlarging(plan: TrainingPlan, model: nn.Module) -> None:
     config, data, factor = plan.config, plan.data, plan.options.factor
     large: Pixels.Config = input_of(config)
     source: Pixels.Config = input_of(part_of(config, "encoder"))
-    check(plan, nn.ModuleList([part_of(model, "stack")]))
-    check_blocks_of(part_of(model, "encoder").stack, source)
+    image.check(plan, nn.ModuleList([part_of(model, "stack")]))
+    image.check_blocks_of(part_of(model, "encoder").stack, source)
     shape = (source.height * factor, source.width * factor, source.channels)
     if shape != data.shape or source.shifted:
         raise KinformerError(
@@ -161,14 +143,15 @@ class EnlargingSequences:
     def __init__(self, config: ModelConfig) -> None:
         large: Pixels.Config = input_of(config)
         small: Pixels.Config = input_of(part_of(config, "encoder"))
-        self.large, self.small, self.factor = Sequences(large), Sequences(small), large.height // small.height
+        self.large, self.small = image.Sequences(large), image.Sequences(small)
+        self.factor = large.height // small.height
 
     def of(self, pixels: np.ndarray) -> EnlargingBatch:
         """Return the batch of images uint8 [images, height, width, channels], which are made smaller here."""
         return EnlargingBatch(self.large.of(pixels), self.small.of(reduced(pixels, self.factor)))
 
 
-class EnlargingRows(ImageRows):
+class EnlargingRows(image.ImageRows):
     """Images in a new order in every epoch; the same first ones in every validation."""
 
     def __init__(self, plan: TrainingPlan) -> None:
@@ -179,11 +162,11 @@ class EnlargingRows(ImageRows):
         return self.both.of(images.pixels[chosen])
 
 
-class EnlargingLoss(PixelLoss):
+class EnlargingLoss(image.PixelLoss):
     """-ln p of every value of a large image, given the values before it and the small image."""
 
     def read(self, model: SourceModel, batch: EnlargingBatch) -> tuple[Tensor, State]:
-        return model(shifted(batch.values), model.begin(batch.source))
+        return model(image.shifted(batch.values), model.begin(batch.source))
 
 
 # Bits per dimension of large images given small images, beside baselines of counting.
@@ -192,14 +175,14 @@ class EnlargingLoss(PixelLoss):
 def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, quiet: bool) -> Evaluation:
     """Evaluate a run on the images of a split, every value scored."""
     run, model, started_at = subject.run, subject.model, time.perf_counter()
-    held = HeldOut.of(run, settings, data_of(run, settings.data))
+    held = HeldOut.of(run, settings, image.data_of(run, settings.data))
     pixels, sequences = np.asarray(held.split.pixels[: settings.first]), EnlargingSequences(run.config)
     rows = max(1, settings.chunk // len(sequences.large.order))
     loss = EnlargingLoss(model)
     nats, _ = loss.measure(model, lambda part: sequences.of(pixels[part]), len(pixels), rows, quiet)
     value, training = nats / log(2) / pixels.size, held.data.train.pixels
-    baselines = {"source": floor_over_source(training, pixels, sequences.factor)}
-    baselines["neighbours"] = floors(training, pixels)["neighbours"]
+    counted = floors(training, pixels, sequences.factor)
+    baselines = {name: counted[name] for name in ("source", "neighbours")}
     lines = [
         [run.member, f"{value:.4f}"],
         ["small image and three neighbours, counted", f"{baselines['source']:.4f}"],
@@ -227,23 +210,23 @@ def enlarge(subject: LoadedRun, prompt: None, options: GenerationSettings, write
     run, model = subject.run, subject.model
     task_options: SuperResolutionGenerationOptions = options.task_options
     out = png_of(run, task_options.out, "enlarged.png")
-    check_sampling(model, options)
+    image.check_sampling(model, options)
     sequences = EnlargingSequences(run.config)
     small, large = _pictures(subject, sequences, task_options)
     started_at, count = time.perf_counter(), options.samples
     source = sequences.small.of(small.repeat(count, 0)).to(device_of(model))
     with torch.inference_mode():
         state = model.begin(source)
-    values, state_bytes = sample(model, sequences.large, state, options)
+    values, state_bytes = image.sample(model, sequences.large, state, options)
     pixels, seconds = sequences.large.images(values), time.perf_counter() - started_at
     shown = small.repeat(sequences.factor, 1).repeat(sequences.factor, 2)[:, None]
     lines = [shown, pixels.reshape(len(small), count, *pixels.shape[1:])]
     lines += [] if large is None else [large[:, None]]
     sheet = np.concatenate(lines, 1)
-    write_png(out, grid(sheet.reshape(-1, *pixels.shape[1:]), sheet.shape[1]))
+    write_png(out, image.grid(sheet.reshape(-1, *pixels.shape[1:]), sheet.shape[1]))
     facts = {"pictures": len(small), "source_size": list(small.shape[1:3]), "seconds": seconds}
     facts |= {"state_bytes": state_bytes, "seed": options.seed}
-    return made_of(run, out, pixels, facts, f" of {plural(len(small), 'picture')}")
+    return image.made_of(run, out, pixels, facts, f" of {plural(len(small), 'picture')}")
 
 
 def _pictures(
@@ -252,7 +235,7 @@ def _pictures(
     """Return the small pictures uint8 [count, height, width, channels], and the large pictures where all are known."""
     files = [] if options.image is None else files_in(Path(options.image).expanduser())
     if not files:
-        large = np.asarray(data_of(subject.run, options.image).test.pixels[: options.enlarged])
+        large = np.asarray(image.data_of(subject.run, options.image).test.pixels[: options.enlarged])
         return reduced(large, sequences.factor), large
     small, large_input = sequences.small.input, sequences.large.input
     shape = (small.height, small.width, small.channels)

@@ -239,17 +239,15 @@ def main_windows(
                 f"`overlap` {overlap:g}: the state is carried here; give `context` N or `contexts` too."
             )
         return None
-    if context is not None:
-        if not re.fullmatch(r"\d{1,18}", context, re.ASCII):
-            raise KinformerError(
-                f"`context` {context}: is neither a number of tokens nor {CARRIED!r}; give `context` 512 or the like."
-            )
-        return Windows(context=int(context), overlap=overlap)
-    length = run.training.get("length", model.max_length)
-    if not isinstance(length, int):
-        raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
-    limit = length if model.max_length is None else min(length, model.max_length)
-    return Windows(context=limit, overlap=overlap)
+    if context is None:
+        if not isinstance(run.training.get("length", model.max_length), int):
+            raise KinformerError(f"{run.folder}: does not say at what length it was trained; give `context` N.")
+        return Windows(context=whole_length(run, model), overlap=overlap)
+    if not re.fullmatch(r"\d{1,18}", context, re.ASCII):
+        raise KinformerError(
+            f"`context` {context}: is neither a number of tokens nor {CARRIED!r}; give `context` 512 or the like."
+        )
+    return Windows(context=int(context), overlap=overlap)
 
 
 def check_positions(model: Model, windows: Windows | None) -> None:
@@ -357,35 +355,22 @@ def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
 # Lengths of contexts as options name them, and names of runs side by side.
 
 
-@dataclass(frozen=True)
-class Length:
-    """A length as an option names it: ``number`` tokens, or this many ``times`` the training length."""
-
-    number: int
-    times: bool
-
-    def tokens(self, run: TrainedRun) -> int:
-        """Return the length in tokens for a run."""
-        if not self.times:
-            return self.number
-        trained = trained_at(run)
-        if trained is None:
+def lengths_in(text: str | None, run: TrainedRun) -> list[int]:
+    """Return the lengths ``128,512``, or ``1x,4x`` times the training length of ``run``, in tokens; none for None."""
+    lengths = []
+    for part in [] if text is None else map(str.strip, text.split(",")):
+        try:
+            (length,) = parse_counts(part.removesuffix("x"))
+        except ValueError:
             raise KinformerError(
-                f"`contexts` {self.number}x: {run.folder} does not say its training length; give tokens."
-            )
-        return self.number * trained
-
-
-def parse_lengths(text: str | None) -> list[Length]:
-    """Return ``128,512`` or ``1x,4x`` (times the training length) as lengths; none for None."""
-    parts = [] if text is None else [part.strip() for part in text.split(",")]
-    try:
-        return [Length(parse_counts(part.removesuffix("x"))[0], part.endswith("x")) for part in parts]
-    except ValueError:
-        raise KinformerError(
-            f"`contexts` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
-            "multiples of the training length."
-        ) from None
+                f"`contexts` {text}: is not a list of whole numbers; write as in 128,512,2k, or as in 1x,4x,16x for "
+                "multiples of the training length."
+            ) from None
+        trained = trained_at(run) if part.endswith("x") else 1
+        if trained is None:
+            raise KinformerError(f"`contexts` {length}x: {run.folder} does not say its training length; give tokens.")
+        lengths.append(length * trained)
+    return lengths
 
 
 def trained_at(run: TrainedRun) -> int | None:

@@ -103,12 +103,9 @@ def data_of(run: TrainedRun, spec: str | None = None) -> TrajectoryData:
 def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object]:
     """Return overrides of a causal member's config: its input, with how states are normalised, and its head."""
     if data is None:
-        if config.input.kind == INPUT:
-            return {}
-        return {
-            "input": {"kind": INPUT, "state_dim": 1, "action_dim": 2},
-            "head": {"kind": "discrete_actions", "actions": 2},
-        }
+        head: dict[str, object] = {"kind": "discrete_actions", "actions": 2}
+        fresh: dict[str, object] = {"input": {"kind": INPUT, "state_dim": 1, "action_dim": 2}, "head": head}
+        return {} if config.input.kind == INPUT else fresh
     trajectories, space = data.trajectories, data.actions
     train = trajectories.splits["train"]
     largest = float(np.abs(trajectories.returns_to_go[trajectories.steps_of(train)]).max())
@@ -122,17 +119,15 @@ def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object
     if config.input.kind == INPUT:
         changes |= {name: getattr(config.input, name) for name in ("entrance", "timestep")}
     if image := _image(config.input, trajectories):
-        changes |= {
-            "image": list(image),
-            "convolutions": [list(item) for item in part_of(config.input, "convolutions")],
-        }
+        changes["image"] = list(image)
+        changes["convolutions"] = [list(item) for item in part_of(config.input, "convolutions")]
     else:
         mean, std = trajectories.normalisation
         changes |= {"state_mean": mean.tolist(), "state_std": std.tolist()}
     if isinstance(space, Discrete):
         return {"input": changes, "head": {"kind": "discrete_actions", "actions": space.n}}
-    head = {"kind": "continuous_actions", "action_dim": space.dim, "low": list(space.low), "high": list(space.high)}
-    return {"input": changes, "head": head | {"gaussian": data.options.gaussian}}
+    head = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": data.options.gaussian}
+    return {"input": changes, "head": head | {"low": list(space.low), "high": list(space.high)}}
 
 
 def _image(input: InputConfig, trajectories: Trajectories) -> tuple[int, ...]:
@@ -157,18 +152,18 @@ def check_plan(plan: TrainingPlan, model: nn.Module) -> None:
                 raise KinformerError(
                     f"{marked(name)}: is for random walks, but {plan.data.name} holds episodes already; leave it out."
                 )
-    config, result = plan.config, plan.data.trajectories
+    config = plan.config
     if config.input.kind != INPUT:
         raise KinformerError(
             f"`set` input={config.input.kind}: trajectories are read by the input {INPUT}; leave it out."
         )
-    for name, want in (("state_dim", result.state_dim), ("action_dim", plan.data.actions.dim)):
+    for name, want in (("state_dim", plan.data.trajectories.state_dim), ("action_dim", plan.data.actions.dim)):
         if getattr(config.input, name) != want:
             raise KinformerError(
                 f"`set` input.{name}={getattr(config.input, name)}: the data has {want}; leave it out."
             )
-    heads = {True: ("discrete_actions", "actions"), False: ("continuous_actions", "action_dim")}
-    kind, size = heads[isinstance(plan.data.actions, Discrete)]
+    discrete = isinstance(plan.data.actions, Discrete)
+    kind, size = ("discrete_actions", "actions") if discrete else ("continuous_actions", "action_dim")
     if config.head.kind != kind or getattr(config.head, size) != plan.data.actions.dim:
         raise KinformerError(
             f"`set` head={config.head.kind}: the data's actions need the head {kind} with {size} = "
@@ -201,11 +196,6 @@ def target_words(target: float | None) -> str:
     return "optimal" if target is None else f"{target:g}"
 
 
-def return_at(target: float | None) -> Metric:
-    """Return the metric of the mean return of episodes that aim at ``target``."""
-    return Metric(f"return_at_{target_words(target)}", "return", lower_is_better=False)
-
-
 def evaluate(
     subject: LoadedRun, settings: EvaluationSettings, options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
@@ -230,7 +220,8 @@ def evaluate(
     else:
         rows, clone = _acted(subject, data, env, options, settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
-        metrics |= {return_at(row["target"]): row["mean"] for row in rows}
+        for row in rows:
+            metrics[Metric(f"return_at_{target_words(row['target'])}", "return", lower_is_better=False)] = row["mean"]
         ranked = len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows)
         if ranked and differ(rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
@@ -260,10 +251,15 @@ def evaluate(
     return result if env is None else replace(result, judged=(RETURN, max(row["mean"] for row in rows)))
 
 
+def _steps(model: CausalModel, data: TrajectoryData) -> int:
+    """Return how many steps a row has: all of the longest episode, or as many as the model's positions allow."""
+    longest = int(data.trajectories.lengths.max())
+    return longest if model.max_length is None else max(1, model.max_length // PER_STEP)
+
+
 def _held_out(model: CausalModel, data: TrajectoryData, split: str, chunk: int) -> dict[Metric, float]:
     """Measure the actions of a split, in rows of whole episodes or as long as the model's positions."""
-    trajectories, loss = data.trajectories, ActionLoss()
-    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    trajectories, loss, steps = data.trajectories, ActionLoss(), _steps(model, data)
     sums: dict[str, float] = {}
     windows = [
         (item, first) for item in trajectories.splits[split] for first in range(0, trajectories.lengths[item], steps)
@@ -382,8 +378,7 @@ def predict(
     if not isinstance(source, str | Path) or source == STDIN:
         raise KinformerError("trajectories come as data: give an .npz, a folder of such, or a name, as in training.")
     model, data = subject.model, data_of(subject.run, str(source))
-    trajectories = data.trajectories
-    steps = int(trajectories.lengths.max()) if model.max_length is None else max(1, model.max_length // PER_STEP)
+    trajectories, steps = data.trajectories, _steps(model, data)
     discrete = isinstance(data.actions, Discrete)
     episodes = range(len(trajectories.lengths))[: settings.first]
     for episode in track(episodes, len(episodes), settings.quiet, "predicting"):
@@ -407,7 +402,7 @@ def _predicted(episode: int, outputs: torch.Tensor, discrete: bool, size: int, t
         actions = [
             [{"action": int(item["class"]), "probability": item["probability"]} for item in step] for step in steps
         ]
-        return Predicted({"episode": episode + 1, "actions": actions}, f"episode {episode + 1}: {shown}")
-    values = outputs[:, :size].tolist()
-    shown = " ".join(str([round(number, 4) for number in step]) for step in values)
-    return Predicted({"episode": episode + 1, "actions": values}, f"episode {episode + 1}: {shown}")
+    else:
+        actions = outputs[:, :size].tolist()
+        shown = " ".join(str([round(number, 4) for number in step]) for step in actions)
+    return Predicted({"episode": episode + 1, "actions": actions}, f"episode {episode + 1}: {shown}")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from kinformer.adaptive.rules import AllExits
 from kinformer.adaptive.stack import ExitEncoderDecoder, source_means
@@ -82,15 +83,15 @@ def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
     """Return the size of a new vocabulary; None, for bytes, of a short text or without the package tokenizers."""
     train = open_parallel(source, options).splits["train"]
     size = sum(map(len, train.source)) + sum(map(len, train.target))
-    fitting = [count for least, count in VOCABULARIES if size >= least]
-    fitting = [OF_NUMBERS] if source.spec == NUMBER_WORDS else fitting
-    if fitting and find_spec("tokenizers") is None:
+    tokens = max((count for least, count in VOCABULARIES if size >= least), default=None)
+    tokens = OF_NUMBERS if source.spec == NUMBER_WORDS else tokens
+    if tokens is not None and find_spec("tokenizers") is None:
         note(
             "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
             "pip install 'kinformer[text]' gives it a vocabulary."
         )
         return None
-    return fitting[-1] if fitting else None
+    return tokens
 
 
 def texts_of_both(source: Source, options: TranslateOptions) -> Iterable[str]:
@@ -199,11 +200,8 @@ def _encoded(lines: Sequence[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Return ids int64 [rows, longest], zero behind each row's end, and which ids are real."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
-    for local, row in zip(tokens, rows, strict=True):
-        local[: len(row)] = torch.tensor(row, dtype=torch.int64)
-    return tokens, torch.arange(tokens.shape[1]) < lengths[:, None]
+    tokens = pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True)
+    return tokens, torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
 class TranslationPairs(DataModule):
@@ -370,18 +368,17 @@ class Translator:
     def __call__(self, texts: Sequence[bytes]) -> list[Hypothesis]:
         """Return hypotheses, whose tokens :meth:`text` decodes; an empty text has an empty translation."""
         ids = self.encode(texts)
-        full = [number for number, row in enumerate(ids) if len(row) > 1]
-        hypotheses = [Hypothesis([], 0.0) for _ in ids]
-        if full:
-            tokens, valid = (item.to(device_of(self.model)) for item in padded([ids[number] for number in full]))
-            room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
-            limits = [max(1, min(len(ids[number]) + LONGER, room)) for number in full]
-            with torch.inference_mode():
-                searched = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
-            self.state_bytes = max(self.state_bytes, searched.state_bytes)
-            for number, hypothesis in zip(full, searched.best, strict=True):
-                hypotheses[number] = hypothesis
-        return hypotheses
+        full = [row for row in ids if len(row) > 1]
+        if not full:
+            return [Hypothesis([], 0.0) for _ in ids]
+        tokens, valid = (item.to(device_of(self.model)) for item in padded(full))
+        room = (self.model.max_length or 2**62) - 1  # BOS has a position, too
+        limits = [max(1, min(len(row) + LONGER, room)) for row in full]
+        with torch.inference_mode():
+            searched = beam_search(self.model, self.model.begin(tokens, valid), self.search, limits)
+        self.state_bytes = max(self.state_bytes, searched.state_bytes)
+        best = iter(searched.best)
+        return [next(best) if len(row) > 1 else Hypothesis([], 0.0) for row in ids]
 
     def encode(self, texts: Sequence[bytes]) -> list[list[int]]:
         """Return the ids of texts, with EOS. Errors: ``KinformerError`` for a text longer than the model reads."""
@@ -396,8 +393,7 @@ class Translator:
         return ids
 
     def saved(self, exited: Exited, source_tokens: int, new_tokens: int, lines: int) -> Exited:
-        """Return ``exited`` with the savings of early exits for a token in the middle of a translation, where ``lines``
-        lines have ``source_tokens`` and ``new_tokens``."""
+        """Return ``exited`` with its savings in the middle of a translation; ``lines`` lines have these tokens."""
         # One more for EOS, of the source as of the translation
         return saved(self.model, exited, (new_tokens // lines + 1) // 2, source=source_tokens // lines + 1)
 
@@ -433,9 +429,8 @@ def translate_lines(
         except KeyboardInterrupt:
             result.interrupted = True
     result.seconds, result.state_bytes = time.perf_counter() - started_at, translator.state_bytes
-    if leaving.result is not None and result.samples:
-        sizes = result.prompt_tokens, result.new_tokens, len(result.samples)
-        result.exits = translator.saved(leaving.result, *sizes)
+    if leaving.result is not None and (count := len(result.samples)):
+        result.exits = translator.saved(leaving.result, result.prompt_tokens, result.new_tokens, count)
     return result
 
 
@@ -570,7 +565,7 @@ def evaluate(
     with noting_exits(subject.model) as leaving:
         translations = translated(subject, pairs, options, quiet)
     seconds = time.perf_counter() - started_at
-    references, sources = ([line.decode() for line in side] for side in (pairs.target, pairs.source))
+    sources, references = ([line.decode() for line in side] for side in pairs)
     scored, copied = scores(translations, references), scores(sources, references)
     metrics = {BLEU: scored.bleu, CHRF: scored.chrf, BITS_PER_BYTE: bits}
     exits, beside, lines = beside_all_layers(subject, pairs, options, leaving.result, quiet)
@@ -584,22 +579,16 @@ def evaluate(
         for source, translation, reference in zip(sources, translations, references, strict=True)
     ]
     options.write_predictions(examples)
-    facts = baselines | beside | {
-        "signatures": [scored.bleu_signature, scored.chrf_signature], "pairs": len(references),
-        "beam": options.beam,
-        "length_penalty": options.length_penalty, "examples": examples[:EXAMPLES], "seconds": seconds,
-    }  # fmt: skip
+    facts = {**baselines, **beside, "signatures": [scored.bleu_signature, scored.chrf_signature]}
+    facts |= {"pairs": len(references), "beam": options.beam, "length_penalty": options.length_penalty}
+    facts |= {"examples": examples[:EXAMPLES], "seconds": seconds}
     text = (
         f"BLEU {scored.bleu:.2f}, chrF2 {scored.chrf:.2f} of {plural(len(references), 'translation')} "
         f"({how}); the untranslated source has BLEU {copied.bleu:.2f}, chrF2 {copied.chrf:.2f}, "
         f"the translations of other lines BLEU {others.bleu:.2f}",
         f"{bits:.4f} bits per byte of the references\n",
         *lines,
-        *(
-            line
-            for example in examples[:EXAMPLES]
-            for line in (*(f"{name:11}  {value}" for name, value in example.items()), "")
-        ),
+        *("".join(f"{name:11}  {value}\n" for name, value in example.items()) for example in examples[:EXAMPLES]),
         f"BLEU  {scored.bleu_signature}\nchrF2 {scored.chrf_signature}",
     )
     return held.report(subject, metrics, text, facts=facts, baselines=baselines, task="translate")
@@ -613,14 +602,11 @@ def beside_all_layers(
     if exits is None:
         return None, {}, ()
     translator = Translator(subject, options)
-    early = early_exit_stack(subject.model)
-    with with_rule(early, None):
+    with with_rule(early_exit_stack(subject.model), None):
         translations = translated(subject, pairs, options, quiet)
     references = [line.decode() for line in pairs.target]
-    sources, written = (
-        sum(len(ids) for ids in translator.tokenizer.encode_batch(side))
-        for side in (pairs.source, [text.encode() for text in translations])
-    )
+    both = pairs.source, [text.encode() for text in translations]
+    sources, written = (sum(map(len, translator.tokenizer.encode_batch(side))) for side in both)
     exits = translator.saved(exits, sources, written, len(references))
     all_layers = scores(translations, references)
     facts = {"exits": exits.facts, "all_layers_bleu": all_layers.bleu, "all_layers_chrf": all_layers.chrf}

@@ -11,7 +11,7 @@ A training row is an image, perhaps changed at random, and its class; some chang
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil, log
@@ -103,10 +103,8 @@ def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = No
     its tokens and positions."""
     if classes is None:
         classes = 2 if data is None else len(data.classes)
-    if hasattr(config.head, "classes"):
-        changes: dict[str, object] = {"head.classes": classes}
-    else:
-        changes = {"head": {"kind": "linear_classification", "classes": classes}}
+    head = {"kind": "linear_classification", "classes": classes}
+    changes: dict[str, object] = {"head.classes": classes} if hasattr(config.head, "classes") else {"head": head}
     text = config.input.kind not in (INPUT, TILES)
     if text:
         changes |= {"position": "none", "input": INPUT}
@@ -123,11 +121,10 @@ def fitted(config: ModelConfig, data: ImageData | None, classes: int | None = No
 
 def _patches(data: ImageData, patch: int, input: object = None) -> dict[str, object]:
     """Return an input of patches for images of ``data``, with the settings of ``input`` that they do not decide."""
-    names = ("class_token", "distillation_token", "positions", "resize", "activation")
+    names = ("class_token", "distillation_token", "positions", "resize", "activation") if input is not None else ()
     mean, std = moments(data)
     sizes = {"size": list(data.shape[:2]), "channels": data.shape[2], "patch": patch, "mean": mean, "std": std}
-    same = {} if input is None else {name: getattr(input, name) for name in names}
-    return {**same, "kind": INPUT, **sizes}
+    return {"kind": INPUT, **{name: getattr(input, name) for name in names}, **sizes}
 
 
 def _pyramid(config: ModelConfig, data: ImageData) -> dict[str, object]:
@@ -260,14 +257,13 @@ class ImageRows(HeldOutRows):
 
     def batch(self, step: int, rank: int, world: int) -> ImageBatch:
         """Make the whole step's rows in every process, so that images are mixed alike whatever their number."""
-        rows = self.settings.batch_size
+        rows, seed = self.settings.batch_size, self.settings.seed
         place = np.arange(step * rows, (step + 1) * rows) // self.options.repeats
-        index = self.chosen[in_epochs(place, len(self.chosen), self.settings.seed, _ORDER)]
-        generator = torch.Generator().manual_seed(int(mix(self.settings.seed, _CHANGES, step)[0] >> np.uint64(1)))
-        images, labels = self._read(self.data.train, index)
-        augmented = Augmented(images, labels)
+        index = self.chosen[in_epochs(place, len(self.chosen), seed, _ORDER)]
+        augmented = Augmented(*self._read(self.data.train, index))
         if names := self.options.augmentations:
-            augmented = augment(Augmented(images.float() / 255, labels), names, generator)
+            generator = torch.Generator().manual_seed(int(mix(seed, _CHANGES, step)[0] >> np.uint64(1)))
+            augmented = augment(augmented._replace(images=augmented.images.float() / 255), names, generator)
         share = rows // world
         return take_rows(self._batch(*augmented), slice(rank * share, (rank + 1) * share))
 
@@ -335,8 +331,7 @@ class ImageClassification:
         """Return the mean loss of ``logits`` [rows, classes], a scalar."""
         first = _cross_entropy(logits, batch.labels, smoothing)
         if batch.others is None or batch.shares is None:
-            labelled = (batch.labels != IGNORED).sum()
-            return first.sum() / labelled.clamp_min(1)
+            return first.sum() / (batch.labels != IGNORED).sum().clamp_min(1)
         return (batch.shares * first + (1 - batch.shares) * _cross_entropy(logits, batch.others, smoothing)).mean()
 
 
@@ -373,11 +368,9 @@ def class_loss(model: WholeModel, data: DataModule | None) -> ImageClassificatio
     """Return the objective of classes, with the teacher of the rows ``data`` where they have one."""
     if not isinstance(data, ImageRows):
         return ImageClassification()
-    changed = bool(data.options.augmentations or data.teacher)
-    data.features = keep_features(part_of(model, "input"), changed=changed)
-    if data.teacher is not None:
-        return Distillation(data.teacher, data.options)
-    return ImageClassification(data.options.smoothing)
+    teacher, options = data.teacher, data.options
+    data.features = keep_features(part_of(model, "input"), changed=bool(options.augmentations or teacher))
+    return ImageClassification(options.smoothing) if teacher is None else Distillation(teacher, options)
 
 
 def counted(logits: Tensor, batch: ImageBatch) -> dict[str, Tensor]:
@@ -463,14 +456,13 @@ def held_out_images(run: TrainedRun, settings: EvaluationSettings, labelled: boo
 
 
 def predicted_classes(
-    model: WholeModel, batches: Iterable[Sequence[Picture]], names: Sequence[str], top_k: int
+    model: WholeModel, batch: Sequence[Picture], names: Sequence[str], top_k: int
 ) -> Iterator[tuple[Picture, list[ClassProbability], str]]:
-    """Yield every picture of ``batches`` with its ``top_k`` most probable classes and a line for people."""
-    for batch in batches:
-        for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
-            classes = most_probable(probabilities, names, top_k)
-            label = "" if picture.label is None else f" ({picture.label})"
-            yield picture, classes, f"{picture.name}{label}: {spell_classes(classes)}"
+    """Yield every picture of ``batch`` with its ``top_k`` most probable classes and a line for people."""
+    for picture, probabilities in zip(batch, probabilities_of(model, batch), strict=True):
+        classes = most_probable(probabilities, names, top_k)
+        label = "" if picture.label is None else f" ({picture.label})"
+        yield picture, classes, f"{picture.name}{label}: {spell_classes(classes)}"
 
 
 def classify(subject: LoadedRun, prompt: None, options: GenerationSettings, write: Write) -> Made:
@@ -479,17 +471,15 @@ def classify(subject: LoadedRun, prompt: None, options: GenerationSettings, writ
     if task_options.image is None:
         raise KinformerError("there must be an image to classify; give `image` FILE, a folder, or data such as digits.")
     predictions: list[dict[str, object]] = []
-    started_at = time.perf_counter()
-    batches = batched(pictures(run, task_options.image, options.samples), AT_ONCE)
-    for picture, classes, line in predicted_classes(subject.model, batches, classes_of(run), task_options.classes):
-        if write is not None:
-            write(("\n" if predictions else "") + line)
-        predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
+    started_at, names = time.perf_counter(), classes_of(run)
+    for batch in batched(pictures(run, task_options.image, options.samples), AT_ONCE):
+        for picture, classes, line in predicted_classes(subject.model, batch, names, task_options.classes):
+            if write is not None:
+                write(("\n" if predictions else "") + line)
+            predictions.append({"image": picture.name, "label": picture.label, "classes": classes})
     seconds = time.perf_counter() - started_at
-    facts = {"run": str(run.folder), "images": predictions, "seconds": seconds}
-    return Made(
-        facts, f"{plural(len(predictions), 'image')} in {seconds:.3f} s, {len(predictions) / seconds:.3g} images/s"
-    )
+    facts, speed = {"run": str(run.folder), "images": predictions, "seconds": seconds}, len(predictions) / seconds
+    return Made(facts, f"{plural(len(predictions), 'image')} in {seconds:.3f} s, {speed:.3g} images/s")
 
 
 def predict(
@@ -498,12 +488,11 @@ def predict(
     """Yield the most probable classes of the images of ``source``, in order: a picture, all in a folder and its
     folders, the test images of data, or a list of pictures' paths."""
     names = classes_of(subject.run)
-    batches = picture_batches(
-        pictures_in(subject.run, source, settings.first, names, settings.skip_bad), settings, "predicting"
-    )
-    for picture, classes, line in predicted_classes(subject.model, batches, names, settings.top_k):
-        label = {} if picture.label is None else {"label": picture.label}
-        yield Predicted({"image": picture.name} | label | {"classes": classes}, line)
+    taken = pictures_in(subject.run, source, settings.first, names, settings.skip_bad)
+    for batch in picture_batches(taken, settings, "predicting"):
+        for picture, classes, line in predicted_classes(subject.model, batch, names, settings.top_k):
+            label = {} if picture.label is None else {"label": picture.label}
+            yield Predicted({"image": picture.name, **label, "classes": classes}, line)
 
 
 def probabilities_of(model: WholeModel, batch: Sequence[Picture]) -> Tensor:

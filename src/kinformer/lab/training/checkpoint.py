@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import isfinite, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kinformer.lab.training.lora import merge
 from kinformer.runtime.errors import KinformerError
@@ -106,19 +106,19 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, in order."""
-        names = [path.name for path in self.folder.glob(f"{_PREFIX}*") if (path / PLAN).is_file()]
-        return sorted(int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit())
+        plans = self.folder.glob(f"{_PREFIX}*/{PLAN}")
+        names = [plan.parent.name.removeprefix(_PREFIX) for plan in plans if plan.is_file()]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def regular_steps(self) -> list[int]:
         """Return the last ``regular`` steps whose checkpoint was due, in order."""
         result: list[int] = []
-        for step in reversed(self.steps() if self.regular else []):
-            with reading(self.path(step) / PLAN):
-                plan = read_json(self.path(step) / PLAN)
-                if plan["numbers"].get(REGULAR, True):
-                    result.insert(0, step)
+        for step in reversed(self.steps()):
             if len(result) == self.regular:
                 break
+            with reading(self.path(step) / PLAN):
+                if read_json(self.path(step) / PLAN)["numbers"].get(REGULAR, True):
+                    result.insert(0, step)
         return result
 
     def path(self, step: int) -> Path:
@@ -379,32 +379,31 @@ def best_of(folder: Path) -> tuple[dict[str, float], int] | None:
     place = place_of_best(folder)
     if not place.exists():
         return None
+    noted: Any
+    step: str | int
     if place.name == WEIGHTS:
         metadata = load_tensors(place)[1]
-        with reading(place):
-            return (_metrics_in(parse_json(metadata[_METRICS])), int(metadata[_STEP])) if _METRICS in metadata else None
-    checkpoint = _sharded(place)
+        noted, step = metadata.get(_METRICS), metadata.get(_STEP, "")
+    else:
+        checkpoint = _sharded(place)
+        noted, step = checkpoint.numbers.get(_METRICS), checkpoint.step
+    if noted is None:
+        return None
     with reading(place):
-        metrics = checkpoint.numbers.get(_METRICS)
-        return None if metrics is None else (_metrics_in(metrics), checkpoint.step)
-
-
-def _metrics_in(pairs: Sequence[tuple[str, float | None]]) -> dict[str, float]:
-    """Return the stored metrics; null is the metric of nothing, such as the accuracy of no pairs."""
-    return {str(name): nan if value is None else float(value) for name, value in pairs}
+        pairs = parse_json(noted) if isinstance(noted, str) else noted
+        # null is the metric of nothing, such as the accuracy of no pairs
+        return {str(name): nan if value is None else float(value) for name, value in pairs}, int(step)
 
 
 def place_of_best(folder: Path) -> Path:
     """Return the file of the best weights in a run folder, whether it exists or not, or the folder of their shards.
     Both exist only where a process died after it wrote one and before it removed the other: the later one counts."""
-    file, steps = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1).steps()
-    if not steps:
+    file, sharded = folder / WEIGHTS, Checkpoints(folder / SHARDED, 1)
+    if not (steps := sharded.steps()):
         return file
-    shards = Checkpoints(folder / SHARDED, 1).path(steps[-1])
-    if not file.is_file():
-        return shards
     with reading(file):
-        return file if int(load_tensors(file)[1].get(_STEP, 0)) > steps[-1] else shards
+        later = file.is_file() and int(load_tensors(file)[1].get(_STEP, 0)) > steps[-1]
+    return file if later else sharded.path(steps[-1])
 
 
 def best_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -144,15 +144,11 @@ class Layouts:
     def _rows(self, whole: Tensor) -> Tensor:
         """Return ``whole`` cut into rows over all processes of the job."""
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import Shard, distribute_tensor
 
-        world, rank = distributed.get_world_size(), distributed.get_rank()
         if not hasattr(self, "_flat"):
-            self._flat = init_device_mesh(whole.device.type, (world,))
-        size = -(-len(whole) // world)
-        local = whole[rank * size : (rank + 1) * size].clone()
-        shape, stride = whole.shape, whole.stride()
-        return DTensor.from_local(local, self._flat, [Shard(0)], run_check=False, shape=shape, stride=stride)
+            self._flat = init_device_mesh(whole.device.type, (distributed.get_world_size(),))
+        return distribute_tensor(whole, self._flat, [Shard(0)], src_data_rank=None)
 
 
 UNDIVIDED = Layouts()
@@ -229,9 +225,7 @@ PREDICTED = "predicted"
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objective: object = None) -> None:
     """Raise a :class:`KinformerError` where ``metrics``, which ``objective`` returned, lack one of ``names``."""
-    for name in names:
-        if name in metrics:
-            continue
+    for name in [name for name in names if name not in metrics][:1]:
         who = getattr(objective, "__name__", None) or type(objective).__name__
         place = "the objective" if objective is None else f"the objective {who}"
         meaning = "the number of predictions that its sums are over" if name == PREDICTED else "a sum of its data"

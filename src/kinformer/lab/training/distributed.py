@@ -235,16 +235,15 @@ class Group:
 
     def on_all(self, function: Callable[[], T]) -> list[T]:
         """Return every process's result of ``function``, in order, to all, or raise its :class:`KinformerError`."""
+        if self.world == 1:
+            return [function()]
         outcome: tuple[list[T], str | None]
         try:
             outcome = [function()], None
         except KinformerError as error:
-            if self.world == 1:
-                raise
             outcome = [], error.message
         outcomes = [outcome] * self.world
-        if self.world > 1:
-            distributed.all_gather_object(outcomes, outcome, group=self.channel)
+        distributed.all_gather_object(outcomes, outcome, group=self.channel)
         for _, message in outcomes:
             if message is not None:
                 raise KinformerError(message)
@@ -252,20 +251,12 @@ class Group:
 
     def collect(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return each process's ``tensors``, of any shapes, on the CPU of the first, in order of rank; else []."""
-        tensors = [tensor.detach().cpu().contiguous() for tensor in tensors]
+        tensors = [tensor.detach().cpu() for tensor in tensors]
         if self.world == 1:
             return [tensors]
-        forms: list[list[tuple[torch.Size, torch.dtype]]] = [[]] * self.world
-        distributed.all_gather_object(forms, [(tensor.shape, tensor.dtype) for tensor in tensors])
-        if not self.first:
-            for tensor in tensors:
-                distributed.send(tensor, 0)
-            return []
-        received = [[torch.empty(shape, dtype=dtype) for shape, dtype in form] for form in forms[1:]]
-        for rank, parts in enumerate(received, start=1):
-            for tensor in parts:
-                distributed.recv(tensor, rank)
-        return [tensors, *received]
+        everyone: list[Any] = [None] * self.world if self.first else []
+        distributed.gather_object(tensors, everyone or None)
+        return everyone
 
 
 def started_by_torchrun() -> bool:

@@ -156,34 +156,28 @@ def rebuilt(template: object, leaves: list[Tensor]) -> State:
 # Validation of the present weights, on a fixed piece of the validation split.
 
 
-class Validation:
-    """The validation on rows of ``data``, which are spread over the processes without a change of the result. Where
-    ``data`` carries states, a batch begins with the state of the batch before."""
-
-    def __init__(self, data: DataModule, group: Group) -> None:
-        self.data, self.group = data, group
-
-    def __call__(self, engine: nn.Module) -> dict[str, float]:
-        """Return the mean metrics over all predictions of ``engine``, a wrapped ``ObjectiveModule`` in training."""
-        engine.eval()
-        if (means := self.data.validate()) is not None:
-            engine.train()
-            return means
-        names, device = (PREDICTED, *self.data.sums), self.group.device
-        sums = torch.zeros(len(names), dtype=torch.float64, device=device)
-        state: State = None
-        with torch.no_grad():
-            for batch in self.data.validation(self.group.replica, self.group.replicas):
-                rows = map_fields(self.group.stretch_of(batch), lambda field: field.to(device))
-                _, metrics, after = engine(rows, state, 1.0)
-                state = after if self.data.carries else None
-                del after  # it may be as large as the activations
-                require_metrics(metrics, names)
-                for index, name in enumerate(names):
-                    sums[index] += metrics[name]
+def validate(engine: nn.Module, data: DataModule, group: Group) -> dict[str, float]:
+    """Return the mean metrics over all predictions of ``engine``, a wrapped ``ObjectiveModule`` in training, on rows of
+    ``data``, which are spread over the processes of ``group`` without a change of the result. Where ``data`` carries
+    states, a batch begins with the state of the batch before."""
+    engine.eval()
+    if (means := data.validate()) is not None:
         engine.train()
-        predicted, *totals = self.group.sum(sums).tolist()
-        return {name: total / predicted for name, total in zip(self.data.sums, totals, strict=True)}
+        return means
+    names = (PREDICTED, *data.sums)
+    sums = torch.zeros(len(names), dtype=torch.float64, device=group.device)
+    state: State = None
+    with torch.no_grad():
+        for batch in data.validation(group.replica, group.replicas):
+            rows = map_fields(group.stretch_of(batch), lambda field: field.to(group.device))
+            _, metrics, after = engine(rows, state, 1.0)
+            state = after if data.carries else None
+            del after  # it may be as large as the activations
+            require_metrics(metrics, names)
+            sums += torch.stack([metrics[name].to(sums) for name in names])
+    engine.train()
+    predicted, *totals = group.sum(sums).tolist()
+    return {name: total / predicted for name, total in zip(data.sums, totals, strict=True)}
 
 
 Tensors = Mapping[str, Tensor]
@@ -479,7 +473,6 @@ class Trainer:
                 optimiser.load(saved.read("optimizer", optimiser.rooms(saved.forms("optimizer"))), place)
                 self.moving.load_state_dict(saved.read("average", self.moving.rooms()))
         self.update = Updater(self.engine, optimiser, carried, data, settings, group)
-        self.validation = Validation(data, group)
         self._restore(saved, started_at)
 
     def _restore(self, saved: Checkpoint | None, started_at: float | None) -> None:
@@ -534,15 +527,9 @@ class Trainer:
                 if self.log:
                     self.log.close()
         self.group.on_first(self.storage.require_home)
-        return Result(
-            steps=self.step,
-            total=self.total,
-            seconds=self.seconds,
-            tokens_per_second=self.window.overall,
-            validation=self.best.metrics or {self.data.metrics[0].name: None},
-            best_step=self.best.step,
-            signal=interrupt.signal,
-        )
+        validation = self.best.metrics or {self.data.metrics[0].name: None}
+        speed, best_step = self.window.overall, self.best.step
+        return Result(self.step, self.total, self.seconds, speed, validation, best_step, interrupt.signal)
 
     def _steps(self, pace: schedule.Pace | None, interrupt: Interrupt) -> None:
         validation = schedule.FORWARD_SHARE * self.data.validations
@@ -658,7 +645,7 @@ class Trainer:
 
     def _measure(self, what: str, prefix: str) -> dict[str, float]:
         """Validate the present weights, write them if they are the best, and return their metrics."""
-        means = self.validation(self.engine)
+        means = validate(self.engine, self.data, self.group)
         metrics = self.data.measured(means, "validation")
         self.progress.say(f"step {self.step}/{self.total}  {what} {self._text(metrics)}")
         if self.log:

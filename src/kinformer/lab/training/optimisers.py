@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -262,18 +263,17 @@ class Optimiser:
         if tables:
             parts.append(("tables", tables, 0.0))
         self.parameters = [parameter for _, parameter in named]
-        self.optimisers: list[Optimizer] = []
-        self.names: list[list[str]] = []
+        self.parts: list[tuple[Optimizer, Named]] = []
         for kind, part, decay in parts:
             groups = _groups(part, decay, factors)
-            self.names.append([name for group in groups for name in group.pop("names")])
-            self.optimisers.append(_build(kind, groups, settings))
+            in_order = [item for group in groups for item in group["params"]]
+            self.parts.append((_build(kind, groups, settings), in_order))
         self.clips_itself = settings.optimizer == "adagrad"
         self.table_rate = settings.table_lr
 
     def step(self, rate: float) -> None:
         """Make one update with learning rate ``rate``, and free the gradients. At the rate 0 nothing moves."""
-        for optimiser in self.optimisers:
+        for optimiser, _ in self.parts:
             # Tables with sparse gradients have a constant rate (Lample et al. 2019), but rate 0 moves nothing at all.
             rate_ = self.table_rate if isinstance(optimiser, SparseAdam) and rate else rate
             for group in optimiser.param_groups:
@@ -283,7 +283,7 @@ class Optimiser:
 
     def forget(self) -> None:
         """Empty the state, as if no update had been made."""
-        for optimiser in self.optimisers:
+        for optimiser, _ in self.parts:
             optimiser.state.clear()
 
     def clip(self, largest: float) -> Tensor:
@@ -296,42 +296,35 @@ class Optimiser:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the state as (``"parameter:key"``, tensor) pairs; sharded ones are still sharded."""
-        for optimiser, names in zip(self.optimisers, self.names, strict=True):
-            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-            for name, parameter in zip(names, parameters, strict=True):
+        for optimiser, named in self.parts:
+            for name, parameter in named:
                 for key, value in optimiser.state.get(parameter, {}).items():
                     yield f"{name}:{key}", torch.as_tensor(value)
 
     def rooms(self, forms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return memory for tensors of :meth:`tensors` with these forms, sharded as their parameters are."""
-        names = [name for part in self.names for name in part]
-        groups = [group for optimiser in self.optimisers for group in optimiser.param_groups]
-        parameters = dict(zip(names, [item for group in groups for item in group["params"]], strict=True))
-        rooms = {}
-        for path, form in forms.items():
-            parameter = parameters.get(path.rpartition(":")[0])
-            rooms[path] = self.layouts.room(path, form if parameter is None else parameter, form)
-        return rooms
+        parameters = dict(item for _, named in self.parts for item in named)
+        owners = {path: parameters.get(path.rpartition(":")[0], form) for path, form in forms.items()}
+        return {path: self.layouts.room(path, owners[path], form) for path, form in forms.items()}
 
     def load(self, tensors: Mapping[str, Tensor], place: str) -> None:
         """Restore whole tensors of :meth:`tensors`; the number of processes may have changed."""
-        parameter_names = {name for names in self.names for name in names}
-        states: dict[str, dict[str, Tensor]] = {}
+        names = {name for _, named in self.parts for name, _ in named}
+        states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for path, tensor in tensors.items():
             name, _, key = path.rpartition(":")
-            if name not in parameter_names:
+            if name not in names:
                 raise KinformerError(f"{place}: holds an optimiser's state of {name!r}, unknown here; use its own run.")
-            states.setdefault(name, {})[key] = tensor
-        for optimiser, names in zip(self.optimisers, self.names, strict=True):
+            states[name][key] = tensor
+        for optimiser, named in self.parts:
             data = optimiser.state_dict()
-            parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
             whole_number = isinstance(optimiser, SparseAdam)
             data["state"] = {
                 index: {
                     key: int(value) if whole_number and key == "step" else self.layouts.placed(name, value, parameter)
                     for key, value in states[name].items()
                 }
-                for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+                for index, (name, parameter) in enumerate(named)
                 if name in states
             }
             optimiser.load_state_dict(data)
@@ -342,10 +335,8 @@ def _groups(named: Named, weight_decay: float, factors: Mapping[nn.Parameter, fl
     groups: dict[tuple[bool, float], ParameterGroup] = {}
     for name, parameter in sorted(named, key=lambda item: item[1].dim() < 2):
         decay, factor = weight_decay if parameter.dim() >= 2 else 0.0, factors.get(parameter, 1.0)
-        form = {"names": [], "params": [], "weight_decay": decay, "factor": factor}
-        group = groups.setdefault((parameter.dim() < 2, factor), form)
-        group["names"].append(name)
-        group["params"].append(parameter)
+        form = {"params": [], "weight_decay": decay, "factor": factor}
+        groups.setdefault((parameter.dim() < 2, factor), form)["params"].append((name, parameter))
     return list(groups.values())
 
 
@@ -368,12 +359,8 @@ def _build(kind: str, groups: list[ParameterGroup], settings: Settings) -> Optim
 
 def gather(named: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
     """Return every tensor whole, one at a time; processes that do not ``keep`` them only take part."""
-    retained = {}
-    for name, tensor in named:
-        value = whole(tensor)
-        if keep:
-            retained[name] = value
-    return retained
+    everything = ((name, whole(tensor)) for name, tensor in named)
+    return {name: value for name, value in everything if keep}
 
 
 def finite(tensors: Mapping[str, Tensor]) -> bool:

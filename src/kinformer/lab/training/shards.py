@@ -11,12 +11,10 @@ Nothing is a pickle.
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -26,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder
+from kinformer.runtime.files import reading, require_file, save_tensors, sha256_of, sync_folder
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
@@ -37,7 +35,6 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,11 @@ class Part:
         place = folder / SHARDS
         place.mkdir(exist_ok=True)
         name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        return {name: _written(place / name, self.rows)}
+        tensors = {path: tensor for path, (tensor, _) in self.rows.items()}
+        begins = {path: [row, *[0] * tensor.dim()][: tensor.dim()] for path, (tensor, row) in self.rows.items()}
+        offsets = json.dumps({path: {_BEGIN: begin} for path, begin in begins.items()})
+        save_tensors(place / name, tensors, {_OFFSETS: offsets, **_VERSION})
+        return {name: sha256_of(place / name)}
 
 
 @dataclass(frozen=True)
@@ -145,33 +146,6 @@ def opened_part(part: Part, digests: list[dict[str, str]], folder: Path) -> Shar
     """Return the shards that processes have written into ``folder``/shards, flushed to the disk."""
     sync_folder(folder / SHARDS)
     return Shards(folder / SHARDS, {name: digest for files in digests for name, digest in files.items()}, part.aliases)
-
-
-def _written(path: Path, rows: Mapping[str, tuple[Tensor, int]]) -> str:
-    """Write ``rows`` as safetensors, straight from their memory, and return the file's sha256."""
-    order = sorted(rows, key=lambda name: (-rows[name][0].element_size(), name))  # the widest first: all are aligned
-    firsts = {name: ([row] + [0] * tensor.dim())[: tensor.dim()] for name, (tensor, row) in rows.items()}
-    begins = {name: {_BEGIN: first} for name, first in firsts.items()}
-    head: dict[str, object] = {"__metadata__": {_OFFSETS: json.dumps(begins), **_VERSION}}
-    at = 0
-    for name in order:
-        tensor = rows[name][0]
-        offsets = [at, at + tensor.nbytes]
-        head[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        at += tensor.nbytes
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    begin = len(text).to_bytes(8, "little") + text
-    total = sha256(begin)
-    with path.open("xb") as file:
-        file.write(begin)
-        for name in order:
-            data = rows[name][0].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            total.update(data)
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return total.hexdigest()
 
 
 def open_shards(folder: Path, plan: JsonObject) -> Shards:

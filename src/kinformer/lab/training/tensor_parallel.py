@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, FollowsHeads, ReadsSource, RecomputesKV, undivided
@@ -93,10 +91,10 @@ def divide(model: Any, part: int, parts: int) -> Division:
     blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
     followed = {name: module for name, module in _modules(model).items() if isinstance(module, FollowsHeads)}
     division = Division(parts)
-    for path, (parent, name, module, mixes) in replaced.items():
+    for path, (parent, name, module) in replaced.items():
         module.train(parent.training)
         setattr(parent, name, module)  # of a list, too: its items are attributes
-        (division.mixers if mixes else division.feed_forwards).append(path)
+        (division.mixers if isinstance(module, CausalMixer) else division.feed_forwards).append(path)
     for _, stack, _, _ in _stacks(model):
         stack.shared = share(stack.layers)
     for name, new in _modules(model).items():
@@ -129,20 +127,19 @@ def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
     return stacks
 
 
-def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module, bool]]:
-    """Return the new modules by path: the parent, the name there, the module, whether it mixes chunks and states."""
+def _replacements(model: Any, parts: int) -> dict[str, tuple[nn.Module, str, nn.Module]]:
+    """Return the new modules by path: the parent, the name there, and the module."""
     stacks = _stacks(model)
     if sparse_tables(model):
         raise undivided(model.config, "a table has sparse gradients")
-    replaced: dict[str, tuple[nn.Module, str, nn.Module, bool]] = {}
+    replaced: dict[str, tuple[nn.Module, str, nn.Module]] = {}
     for place, stack, config, widths in stacks:
         if not stack.shardable:
             raise undivided(config.stack, "it computes layers again, branch by branch, outside of their forward pass")
         for number, (layer, options, width) in enumerate(zip(stack.layers, config.layers, widths, strict=True)):
-            for path, (parent, name, module) in _parts_of_layer(layer, options, width, parts).items():
-                mixes = isinstance(module, CausalMixer)
-                replaced[f"{place}.layers.{number}.{path}"] = parent, name, module, mixes
-    for path, (_, _, module, _) in replaced.items():
+            parts_of_layer = _parts_of_layer(layer, options, width, parts)
+            replaced |= {f"{place}.layers.{number}.{path}": part for path, part in parts_of_layer.items()}
+    for path, (_, _, module) in replaced.items():
         for inner in module.modules():
             if isinstance(inner, Regularized) or (isinstance(inner, Resampled) and inner.redraw):
                 what = "a penalty of its weights" if isinstance(inner, Regularized) else "features that are redrawn"
@@ -266,14 +263,16 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
     part, parts = mesh.get_local_rank(), mesh.size()
     division = divide(model, part, parts)
     _distribute(step, division, mesh)
-    plan: dict[str, ParallelStyle] = {path: MixerPart() for path in division.mixers}
-    plan |= {path: FeedForwardPart() for path in division.feed_forwards}
+    for path in division.mixers:
+        _share_mixer(model.get_submodule(path), mesh)
+    for path in division.feed_forwards:
+        _share_feed_forward(model.get_submodule(path), mesh)
     if division.vocabulary:
         product = output_product(model)
         assert product is not None
         size = model.vocab_size // parts
-        plan |= {"input.embedding": TablePart(part * size, size), product[0]: LogitsPart(part * size, size)}
-    parallelize_module(model, mesh, plan)
+        _share_table(model.get_submodule("input.embedding"), part * size, size, mesh)
+        _share_logits(model.get_submodule(product[0]), part * size, size, mesh)
     units = units_of(model)
     inner = {module for unit in units for module in unit.modules()}
     for unit in units:
@@ -283,69 +282,50 @@ def parallelize(step: ObjectiveModule, mesh: DeviceMesh) -> Layouts:
     return Layouts(mesh, division.cuts, parts)
 
 
-class MixerPart(ParallelStyle):
-    """A mixer of some of the heads: its chunk and source are copied, its outputs summed; its state covers its heads."""
+def _share_mixer(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy the chunk and the source of a mixer of some heads, and sum its outputs; its state covers its heads."""
+    module.register_forward_pre_hook(lambda _, inputs: (inputs[0]._replace(x=copied(inputs[0].x, mesh)), *inputs[1:]))
+    module.register_forward_hook(lambda _, __, outputs: (summed(outputs[0], mesh), *outputs[1:]))
+    if isinstance(module, ReadsSource):
+        begin: Any = module.initial_state
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda _, inputs: (inputs[0]._replace(x=copied(inputs[0].x, device_mesh)), *inputs[1:])
-        )
-        module.register_forward_hook(lambda _, __, outputs: (summed(outputs[0], device_mesh), *outputs[1:]))
-        if isinstance(module, ReadsSource):
-            begin: Any = module.initial_state
+        def over_copied(*sizes: int, source: Tensor | None = None, **options: object) -> State:
+            return begin(*sizes, source=None if source is None else copied(source, mesh), **options)
 
-            def over_copied(*sizes: int, source: Tensor | None = None, **options: object) -> State:
-                return begin(*sizes, source=None if source is None else copied(source, device_mesh), **options)
-
-            module.__dict__["initial_state"] = over_copied
-        return module
+        module.__dict__["initial_state"] = over_copied
 
 
-class FeedForwardPart(ParallelStyle):
-    """A feed-forward of some of the hidden features: its input is copied, its outputs are summed."""
+def _share_feed_forward(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Copy the input of a feed-forward of some of the hidden features, and sum its outputs."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def share(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            part = inputs[0] / device_mesh.size()
-            return (part + (inputs[0] - part).detach(),)
+    def share(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        part = inputs[0] / mesh.size()
+        return (part + (inputs[0] - part).detach(),)
 
-        module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
-        module.register_forward_hook(lambda _, __, y: summed(y, device_mesh))
-        for loss in modules_of(module, AuxLoss):  # all processes compute it, and gradients are summed: scale by a share
-            loss.register_forward_pre_hook(share)
-        return module
+    module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], mesh), *inputs[1:]))
+    module.register_forward_hook(lambda _, __, y: summed(y, mesh))
+    for loss in modules_of(module, AuxLoss):  # all processes compute it, and gradients are summed: scale by a share
+        loss.register_forward_pre_hook(share)
 
 
-class TablePart(ParallelStyle):
-    """A look-up in ``size`` rows of a table from row ``begin`` on: zeros for other tokens, summed."""
+def _share_table(module: nn.Module, begin: int, size: int, mesh: DeviceMesh) -> None:
+    """Look up in ``size`` rows of a table from row ``begin`` on: zeros for other tokens, summed."""
 
-    def __init__(self, begin: int, size: int) -> None:
-        super().__init__()
-        self.begin, self.size = begin, size
+    def look_up(tokens: Tensor, *rest: Tensor) -> Tensor:
+        here = (tokens >= begin) & (tokens < begin + size)
+        y = forward((tokens - begin).clamp(0, size - 1), *rest)
+        return summed(torch.where(here[..., None], y, y.new_zeros(())), mesh)
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def look_up(tokens: Tensor, *rest: Tensor) -> Tensor:
-            here = (tokens >= self.begin) & (tokens < self.begin + self.size)
-            y = forward((tokens - self.begin).clamp(0, self.size - 1), *rest)
-            return summed(torch.where(here[..., None], y, y.new_zeros(())), device_mesh)
-
-        forward: Callable[..., Tensor] = module.forward
-        module.forward = look_up
-        return module
+    forward: Callable[..., Tensor] = module.forward
+    module.forward = look_up
 
 
-class LogitsPart(ParallelStyle):
-    """Logits of ``size`` tokens from ``begin`` on, joined over the processes for other readers than the loss."""
-
-    def __init__(self, begin: int, size: int) -> None:
-        super().__init__()
-        self.begin, self.size = begin, size
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], device_mesh), *inputs[1:]))
-        module.register_forward_hook(lambda _, __, y: joined(y, device_mesh))
-        module.vocabulary_part = VocabularyPart(self.begin, self.size, device_mesh)  # type: ignore[assignment]
-        return module
+def _share_logits(module: nn.Module, begin: int, size: int, mesh: DeviceMesh) -> None:
+    """Compute logits of ``size`` tokens from ``begin`` on, joined over the processes for other readers than the
+    loss."""
+    module.register_forward_pre_hook(lambda _, inputs: (copied(inputs[0], mesh), *inputs[1:]))
+    module.register_forward_hook(lambda _, __, y: joined(y, mesh))
+    module.vocabulary_part = VocabularyPart(begin, size, mesh)  # type: ignore[assignment]
 
 
 class _Local:
