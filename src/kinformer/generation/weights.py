@@ -227,7 +227,8 @@ def as_weights(model: Model, weights: str) -> Model:
     """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
 
     The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, without
-    ``torch.compile``, on its device and in its dtype. On a GPU 8-bit weights save memory but no time.
+    ``torch.compile``, on its device and in its dtype; what does not suit it is refused. On a GPU 8-bit weights save
+    memory but no time.
 
     Errors: ``KinformerError`` for another type.
     """
@@ -259,9 +260,11 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.weight = made[id(weight)]
             # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
+            module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
+            module.register_state_dict_pre_hook(_refuse_saving)
+            module.register_load_state_dict_pre_hook(_refuse_saving)
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
-    model.register_state_dict_pre_hook(_refuse_saving)
 
 
 def _refuse_training(model: Model, mode: bool = True) -> Model:
@@ -270,5 +273,16 @@ def _refuse_training(model: Model, mode: bool = True) -> Model:
     return nn.Module.train(model, False)
 
 
-def _refuse_saving(model: nn.Module, *_: object) -> None:
-    raise KinformerError("this model has narrow weights, which cannot be saved; load it with weights of fp32.")
+def _refuse_saving(module: nn.Module, *_: object) -> None:
+    raise KinformerError(
+        "this model has narrow weights, which cannot be saved or exchanged; load it with weights of fp32."
+    )
+
+
+def _refuse_moving(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    before, after = module.narrow, change(module.narrow)  # type: ignore[operator, arg-type]
+    if (before.device, before.dtype) != (after.device, after.dtype):
+        raise KinformerError(
+            "this model has narrow weights, which stay in their dtype on their device; move or convert it before."
+        )
+    return nn.Module._apply(module, change, recurse)
