@@ -162,7 +162,7 @@ class NarrowWeight(Tensor):
             y = functional.linear(few, self.widened())
         else:
             y = self._by_bfloat16(few)
-        y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        y = y.view(*x.shape[:-1], len(self)).to(x.dtype)
         return y if bias is None else y + bias
 
     def _by_fbgemm(self, x: Tensor) -> Tensor:
@@ -202,6 +202,12 @@ class NarrowWeight(Tensor):
                 return weight.rows(args[0])
             if func in _FACTS:
                 return func(*args, **kwargs)
+            name, target = func.__name__, kwargs.get("out", args[0] if args else None)
+            writes = name in _WRITES or name.endswith("_") != name.endswith("__") or "out" in kwargs
+            if writes and isinstance(target, NarrowWeight):
+                raise KinformerError(
+                    "narrow weights cannot be changed; change the weights of fp32 and narrow them again."
+                )
             return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
 
 
@@ -212,9 +218,11 @@ _LEAST = 1e-30
 _NAMES = "shape device ndim layout requires_grad is_leaf is_meta is_sparse is_nested is_cpu is_cuda grad_fn _version"
 _FACTS: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference", "stride", "__len__")),
 }
 """The attributes and methods that do not read the numbers."""
+_WRITES = ("__set__", "__setitem__")
+"""The names of functions that change a tensor; all others of these end in one underscore."""
 
 
 def _wide(argument: Any) -> Any:
@@ -226,9 +234,8 @@ def _wide(argument: Any) -> Any:
 def as_weights(model: Model, weights: str) -> Model:
     """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
 
-    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, without
-    ``torch.compile``, on its device and in its dtype; what does not suit it is refused. On a GPU 8-bit weights save
-    memory but no time.
+    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, on its
+    device and in its dtype; anything else is refused. On a GPU 8-bit weights save memory but no time.
 
     Errors: ``KinformerError`` for another type.
     """
