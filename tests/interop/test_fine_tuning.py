@@ -216,6 +216,8 @@ def test_mistakes_in_conversations_are_one_sentence(row, message, tmp_path):
     source = Source(str(tmp_path / "rows.jsonl"), None, ByteTokenizer())
     with pytest.raises(KinformerError, match=message):
         open_conversations(source, InstructOptions())
+    with pytest.raises(KinformerError, match="holdout is 1e.308"):  # as a run's config may say
+        open_conversations(source._replace(holdout=1e308), InstructOptions())
 
 
 @pytest.mark.parametrize(
