@@ -203,11 +203,10 @@ class NarrowWeight(Tensor):
             if func in _FACTS:
                 return func(*args, **kwargs)
             name, target = func.__name__, kwargs.get("out", args[0] if args else None)
-            writes = name in _WRITES or name.endswith("_") != name.endswith("__") or "out" in kwargs
+            # Functions that change a tensor end in one underscore.
+            writes = name in ("__set__", "__setitem__") or name.endswith("_") != name.endswith("__") or "out" in kwargs
             if writes and isinstance(target, NarrowWeight):
-                raise KinformerError(
-                    "narrow weights cannot be changed; change the weights of fp32 and narrow them again."
-                )
+                raise KinformerError("narrow weights cannot be changed; change float32 weights and narrow them again.")
             return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
 
 
@@ -221,8 +220,6 @@ _FACTS: set[Any] = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference", "stride", "__len__")),
 }
 """The attributes and methods that do not read the numbers."""
-_WRITES = ("__set__", "__setitem__")
-"""The names of functions that change a tensor; all others of these end in one underscore."""
 
 
 def _wide(argument: Any) -> Any:
@@ -281,15 +278,11 @@ def _refuse_training(model: Model, mode: bool = True) -> Model:
 
 
 def _refuse_saving(module: nn.Module, *_: object) -> None:
-    raise KinformerError(
-        "this model has narrow weights, which cannot be saved or exchanged; load it with weights of fp32."
-    )
+    raise KinformerError("narrow weights cannot be saved or exchanged; load the model with weights of fp32.")
 
 
 def _refuse_moving(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     before, after = module.narrow, change(module.narrow)  # type: ignore[operator, arg-type]
     if (before.device, before.dtype) != (after.device, after.dtype):
-        raise KinformerError(
-            "this model has narrow weights, which stay in their dtype on their device; move or convert it before."
-        )
+        raise KinformerError("narrow weights stay in their dtype on their device; move or convert the model before.")
     return nn.Module._apply(module, change, recurse)

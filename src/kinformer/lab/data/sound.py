@@ -52,8 +52,6 @@ from kinformer.runtime.progress import note, note_once
 # zero crossings.
 
 CROSSINGS, PASSED = 12, 0.94
-MOST_FILTERS = 1 << 24
-"""The most numbers of all filters, each of which takes some 40 bytes."""
 
 
 class Resampler:
@@ -67,7 +65,7 @@ class Resampler:
         # c: 0.94 of the lower rate's band, so that nothing beyond it is folded back.
         cut = PASSED * min(self.old, self.new) / self.old
         self.reach = ceil(CROSSINGS / cut)
-        if self.new * (self.old + 2 * self.reach) > MOST_FILTERS:
+        if self.new * (self.old + 2 * self.reach) > 1 << 24:  # numbers, which take some 40 bytes each
             raise KinformerError(
                 f"sound of {rate:,} samples a second cannot be resampled to {to:,}: the rates have almost no common "
                 f"divisor; convert it, as by ffmpeg -i SOUND -ar {to} NEW.wav."

@@ -188,9 +188,8 @@ def _curve(history: History) -> str:
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
     for step, text in ticks(0, max(1, history.steps), least=1):
         drawn.append(f'<text x="{at(step, low)[0]}" y="{LOWER + 24}" text-anchor="middle">{text}</text>')
-    for index, curve in enumerate(
-        (history.training[:: -(-len(history.training) // MAX_POINTS) or 1], history.validation)
-    ):
+    smoothed = history.training[:: -(-len(history.training) // MAX_POINTS) or 1]
+    for index, curve in enumerate((smoothed, history.validation)):
         points = " ".join("{},{}".format(*at(*point)) for point in curve)
         drawn.append(f'<polyline points="{points}" class="c{index}"/>')
     for step, value in history.validation:

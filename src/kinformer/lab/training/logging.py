@@ -214,10 +214,8 @@ class History(NamedTuple):
     @property
     def range(self) -> tuple[float, float]:
         """The range of the values that a picture shows: without the first steps of training, which fall steeply."""
-        values = [value for step, value in self.training if step >= self.steps / 20] or [
-            item[1] for item in self.training
-        ]
-        values = [value for _, value in self.validation] + values
+        late = [value for step, value in self.training if step >= self.steps / 20]
+        values = [value for _, value in self.validation] + (late or [value for _, value in self.training])
         margin = 0.05 * ((max(values) - min(values)) or abs(values[0]) or 1.0)
         return min(values) - margin, max(values) + margin
 
