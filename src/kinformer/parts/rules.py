@@ -320,7 +320,7 @@ class Mesa(LinearRule):
             if not transformed():
                 solution = _Solution.apply(solution, residual, self.iterations, self.impl, *system)
             elif torch.is_grad_enabled():
-                raise KinformerError("the mesa rule has no gradient under torch.func; call its backward instead.")
+                raise KinformerError("the mesa rule does not have a gradient under torch.func; call backward instead.")
             y, values = system.read(solution, v, values, self.impl)
         return y.to(tokens.v.dtype), LinearState(torch.cat([values, keys], -1), state.z)
 

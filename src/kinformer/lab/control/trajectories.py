@@ -96,7 +96,7 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
                 f"{place}: has {plural(mark.size, 'mark')} of ends for {plural(steps, 'step')}; give 0 or 1 a step."
             )
     over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
-    over[-1:] = True  # of no steps, too
+    over[-1:] = True  # -1 would raise without steps
     return np.flatnonzero(over) + 1
 
 

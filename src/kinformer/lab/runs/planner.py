@@ -267,7 +267,7 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
         )
     if plan.settings.lora is not None:
         with unallocated():
-            add_updates(model, plan.settings.lora)  # refuses a rank that is too high
+            add_updates(model, plan.settings.lora)  # raises for a rank above all widths
     return plan
 
 

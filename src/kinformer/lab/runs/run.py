@@ -80,7 +80,7 @@ def read_config(place: Path) -> JsonObject:
     Errors: ``KinformerError`` for another file, a missing key, and a value of a wrong type.
     """
     folder = place.parent
-    if not os.path.exists(place):  # also of a name that is too long
+    if not os.path.exists(place):  # Path.exists raises for a long name
         raise KinformerError(
             f"{folder}: is not a run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )
