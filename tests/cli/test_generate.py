@@ -13,6 +13,7 @@ import torch
 import kinformer
 from kinformer.generation.session import Session
 from kinformer.lab import tasks
+from kinformer.lab.cli.using import _Echo
 from kinformer.lab.data import ByteTokenizer, FileTokenizer
 from kinformer.lab.data.tokenizer import ByteStream
 from kinformer.lab.runs.inference import check_drawing
@@ -105,6 +106,15 @@ def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
     told = json.loads(cli("generate", linear_run, *flags, "--stop", stop, "--stop", "never seen")[1])["samples"][0]
     assert told["stopped"] and told["text"] == free["text"][: free["text"].find(stop)]
     assert len(told["tokens"]) < 60
+
+
+def test_a_terminal_does_not_obey_the_text_of_a_model(monkeypatch):
+    for framed, said in ((True, "> a\\x1b[2Jb\n"), (False, "> a\x1b[2Jb\n")):
+        terminal = io.StringIO()
+        terminal.isatty = lambda framed=framed: framed
+        monkeypatch.setattr(sys, "stdout", terminal)
+        _Echo("> ")("a\x1b[2Jb\n")
+        assert terminal.getvalue() == said
 
 
 def test_a_token_that_ends_a_text_ends_it(cli, linear_run):

@@ -53,6 +53,7 @@ def place(tmp_path_factory, make_run):
     (folder / "empty").mkdir()
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "pipe")
+    os.mkfifo(folder / "pipe.jsonl")
     return folder
 
 
@@ -268,6 +269,7 @@ MISTAKES = [
     ("train gpt --data loop --steps 2 --out made", "loop does not exist"),
     ("pack loop --out made", "loop does not exist"),
     ("embed gpt loop --out made.npz", "loop"),
+    ("train gpt --data pipe.jsonl --out made", "pipe.jsonl is neither a regular file nor a folder"),
     ("compare --merge list.json list.json", "list.json"),
     ("compare --merge nope.json", "nope.json"),
     ("train gpt --average 3 --checkpoint-every 0 --out made", "--checkpoint-every 0 makes only the last"),

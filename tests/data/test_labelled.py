@@ -269,6 +269,11 @@ def test_what_people_have(tmp_path: Path) -> None:
         "".join(json.dumps({"text": f"t{n}", "label": n % 2 * 1.0}) + "\n" for n in range(30))
     )
     assert open_labelled(str(tmp_path / "n.jsonl"), cache=tmp_path / "cache").classes == ("0", "1")
+    (tmp_path / "n.jsonl").write_text(
+        (tmp_path / "n.jsonl").read_text().replace('"t7", "label": 1.0', '"t7", "label": NaN')
+    )
+    with pytest.raises(KinformerError, match="line 8: lacks text or label"):
+        open_labelled(str(tmp_path / "n.jsonl"), cache=tmp_path / "cache")
 
 
 def test_the_share_of_examples_that_are_cut(tmp_path: Path) -> None:

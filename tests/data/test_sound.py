@@ -305,6 +305,14 @@ def test_lines_end_at_line_ends_alone_and_tables_are_not_left_out(digits):
         find_clips(digits)
 
 
+def test_rates_and_rows_that_cannot_be_read(digits):
+    with pytest.raises(KinformerError, match="47,999 samples a second cannot be resampled to 16,000.*ffmpeg"):
+        Resampler(47_999, 16_000)  # its filters would take 6 GB
+    (digits / "a.jsonl").write_text('["3_ann_0.wav", "three"]\n')
+    with pytest.raises(KinformerError, match="line 1: its transcript is empty"):
+        find_clips(digits)
+
+
 def test_mistakes(digits):
     for options, told in (
         (SoundOptions(speaker="eve"), "held_out_speaker eve: is not in .*speakers are ann, bob"),

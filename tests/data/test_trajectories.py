@@ -136,6 +136,18 @@ BAD = {
     "wide rewards": ({"rewards": np.zeros((12, 2))}, r"rewards are \[12, 2\], but must be \[steps\]"),
     "a number": ({"rewards": np.float64(1)}, "rewards is a single number"),
     "marks": ({"episode_ends": None, "terminals": np.zeros(5, bool)}, "has 5 marks of ends for 12 steps"),
+    "wide marks": ({"episode_ends": None, "terminals": np.zeros((12, 2), bool)}, "has 24 marks of ends for 12 steps"),
+    "unknown marks": ({"episode_ends": None, "terminals": np.full(12, np.nan)}, "give 0 or 1 a step"),
+    "no steps": (
+        {
+            "episode_ends": None,
+            "terminals": np.zeros(0, bool),
+            "rewards": np.zeros(0),
+            "observations": np.zeros((0, 2)),
+            "actions": np.zeros(0, int),
+        },
+        "holds 0 episodes",
+    ),
 }
 
 

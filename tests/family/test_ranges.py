@@ -45,6 +45,7 @@ def test_no_number_of_a_config_may_be_nan_or_infinite(bad):
         ("base", (1.0, 0.0, -3)),
         ("head_dim", (0, -1)),
         ("hidden_dim", (0, -1)),
+        ("convolution", (1, -1)),
     ],
 )
 def test_every_number_of_a_name_has_its_range(name, values):

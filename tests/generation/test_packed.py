@@ -7,6 +7,7 @@ import kinformer
 from kinformer.core.parts import UnpackedLinear
 from kinformer.core.state import difference
 from kinformer.generation import packed as packing
+from kinformer.generation.generate import evaluating
 from kinformer.generation.packed import LEAST, PackedLinear, can_pack, inference_copy, pack
 from tests.members import CAUSAL
 
@@ -102,3 +103,9 @@ def test_every_module_returns_to_its_mode() -> None:
     modes = [module.training for module in model.modules()]
     kinformer.generate(model, torch.randint(256, (1, 5)), max_new_tokens=2)
     assert [module.training for module in model.modules()] == modes and True in modes and False in modes
+    with evaluating(model):  # one thread ends after another has begun
+        other = evaluating(model)
+        other.__enter__()
+    assert not any(module.training for module in model.modules())
+    other.__exit__(None, None, None)
+    assert [module.training for module in model.modules()] == modes

@@ -66,6 +66,29 @@ def test_a_product_is_the_product_of_the_wide_matrix(columns, bits, dtype, fbgem
             assert torch.equal(torch.cat(one, 1), y)
 
 
+def test_a_product_of_no_rows_is_empty_and_writes_are_refused(fbgemm):
+    weight = NarrowWeight.of(torch.randn(6, 64), 8)
+    before = weight.widened()
+    assert weight.product(torch.randn(2, 0, 64)).shape == (2, 0, 6)
+    for write in (
+        lambda: weight.mul_(2),
+        lambda: weight.__setitem__(0, 0),
+        lambda: setattr(weight, "data", torch.ones(6, 64)),
+        lambda: torch.nn.init.zeros_(weight),
+        lambda: torch.add(before, before, out=weight),
+    ):
+        with pytest.raises(KinformerError, match="narrow weights cannot be changed"):
+            write()
+    assert torch.equal(weight.widened(), before)
+
+
+def test_a_narrow_product_compiles():
+    torch.compiler.reset()
+    linear, x = torch.nn.Linear(64, 6), torch.randn(3, 64)
+    ours = as_weights(torch.nn.Sequential(linear), "int8")
+    assert torch.equal(torch.compile(ours, backend="eager")(x), ours(x))
+
+
 def test_lookups_slices_and_other_reads():
     weight = NarrowWeight.of(torch.randn(9, 32), 8, table=True)
     wide, ids = weight.widened(), torch.tensor([[3, 0], [8, 3]])
@@ -149,8 +172,15 @@ def test_narrow_weights_are_pickled(bits, table, fbgemm):
     )
 
 
-def test_a_model_of_narrow_weights_is_not_saved():
-    _, ours = twins("gpt")
-    with pytest.raises(KinformerError, match="narrow weights, which cannot be saved"):
-        ours.state_dict()
-    assert not pickle.loads(pickle.dumps(ours)).training
+def test_a_model_of_narrow_weights_is_not_saved_or_moved():
+    model, ours = twins("gpt")
+    ours = copy.deepcopy(ours)
+    for some in (ours, ours.stack, pickle.loads(pickle.dumps(ours))):
+        with pytest.raises(KinformerError, match="narrow weights cannot be saved or exchanged"):
+            some.state_dict()
+        for change in (torch.nn.Module.half, lambda module: module.to("meta")):
+            with pytest.raises(KinformerError, match="narrow weights stay in their dtype on their device"):
+                change(some)
+        assert some.to("cpu").float() is some and not some.training
+    with pytest.raises(KinformerError, match="narrow weights cannot be saved or exchanged"):
+        ours.load_state_dict(model.state_dict(), strict=False)

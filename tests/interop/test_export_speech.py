@@ -79,6 +79,8 @@ def test_the_loss_is_the_runs(pair):
         for row in (0, 1)
     ]  # fmt: skip
     assert_close(sum(parts), output.loss, 1e-5)
+    assert_close(theirs(**inputs, labels=labels, num_items_in_batch=None).loss, output.loss)
+    assert theirs(**inputs, labels=torch.full((2, 2), -100)).loss.isfinite()  # without a symbol
 
 
 def test_the_folder_says_how_sound_is_heard_and_comes_back(pair):

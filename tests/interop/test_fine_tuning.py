@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -17,6 +18,7 @@ from kinformer.lab.tasks.task import Source
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
+from tests.interop.test_export import saved_run
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("jinja2")
@@ -161,6 +163,12 @@ def test_exports_are_merged_or_an_adapter(folder, tuned, tmp_path, monkeypatch):
     assert str(folder) not in card and "Departures" not in card and "steps 12" in card
     with pytest.raises(KinformerError, match="adapter: .* was not trained with lora"):
         kinformer.export(folder / "base", tmp_path / "none", adapter=True)
+    place = shutil.copytree(tuned.folder, tmp_path / "moved") / "config.json"
+    config = json.loads(place.read_text())
+    config["data"]["init"] = str(saved_run("gpt", tmp_path / "other"))
+    place.write_text(json.dumps({name: value for name, value in config.items() if name != "checksum"}))
+    with pytest.raises(KinformerError, match="other: belongs to another model"):
+        kinformer.export(tmp_path / "moved", tmp_path / "none", adapter=True)
 
 
 def test_cut_and_left_out_rows_are_counted(folder, tmp_path, capsys):
@@ -208,6 +216,8 @@ def test_mistakes_in_conversations_are_one_sentence(row, message, tmp_path):
     source = Source(str(tmp_path / "rows.jsonl"), None, ByteTokenizer())
     with pytest.raises(KinformerError, match=message):
         open_conversations(source, InstructOptions())
+    with pytest.raises(KinformerError, match="holdout is 1e.308"):  # as a run's config may say
+        open_conversations(source._replace(holdout=1e308), InstructOptions())
 
 
 @pytest.mark.parametrize(
@@ -216,13 +226,14 @@ def test_mistakes_in_conversations_are_one_sentence(row, message, tmp_path):
         ([], "train: needs MEMBER, or --init RUN"),
         (["rope", "--lora", "4"], "--lora 4: updates the weights of another run; give --init RUN too"),
         (["--init", "BASE", "--lora", "0"], "--lora is 0 but must be 1 or more"),
+        (["--init", "BASE", "--lora", "1000000"], "--lora 1000000: an update of rank"),
     ],
 )
 def test_mistakes_of_training_are_one_sentence(arguments, message, folder, tmp_path, capsys):
     arguments = [str(folder / "base") if one == "BASE" else one for one in arguments]
     data = ["--data", str(folder / "messages.jsonl"), "--out", str(tmp_path / "run")]
     assert main(["train", *arguments, *data]) == 2
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_a_template_that_rewrites_earlier_answers_needs_its_tags():

@@ -4,8 +4,10 @@ their limits. The contract is checked in ``test_kernel_attention.py``."""
 import pytest
 import torch
 
+import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.family.build import configure
+from kinformer.runtime.errors import KinformerError
 
 DIM, TIME = 16, 70
 
@@ -180,3 +182,11 @@ def test_mesanet_takes_inputs_of_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = mixer(Chunk(x.bfloat16()), mixer.initial_state(len(x)))
     close(y.float(), mixer(Chunk(x), mixer.initial_state(len(x)))[0], 0.1)
+
+
+def test_mesanet_under_torch_func():
+    layer, x = kinformer.layer("mesanet", 16, num_heads=2).double(), torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.allclose(torch.func.vmap(lambda row: layer(row[None])[0])(x), layer(x))
+    with pytest.raises(KinformerError, match="not have a gradient under torch.func"):
+        torch.func.grad(lambda row: layer(row).sum())(x)

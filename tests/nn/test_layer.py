@@ -372,6 +372,8 @@ def _padded_grid(name):
         (lambda: kinformer.layer("moba", 64, whole=16), "whole is 16, but must be True"),
         (lambda: kinformer.layer(3, 64), "name is of the type int"),
         (lambda: made("gpt")(torch.zeros(2, 3, 5)), "x has the shape [2, 3, 5] but must be"),
+        (lambda: made("gpt")(torch.zeros(0, 3, DIM)), "leave the call out where a batch is empty"),
+        (lambda: made("bert")(torch.zeros(2, 0, DIM)), "leave the call out where a batch is empty"),
         (lambda: made("gpt")(torch.zeros(2, 3, DIM).long()), "x is torch.int64 but must be a floating-point tensor"),
         (lambda: made("gpt")(randn(2, 3, DIM), ()), "state: it is not one of this layer's"),
         (lambda: made("gpt")(randn(2, 3, DIM), made("rfa").initial_state(2)), "state: it is not one of this layer's"),

@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
 
 import kinformer
-from kinformer.lab.runs.report import ticks
+from kinformer.lab.runs.report import Reporter, ticks
+from kinformer.lab.runs.run import open_run
 from kinformer.lab.training.logging import BITS_PER_BYTE, METRICS, Smoothing, history_of
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import load_tensors
@@ -44,6 +47,19 @@ def test_the_page_holds_the_run_and_needs_nothing_else(runs):
     assert page.count('class="pt"') == 3 and "best validation" in page and "<h2>Samples</h2>" in page
     assert ':root[data-theme="dark"]' in page and "most memory of the process" in page
     assert "<h2>Samples</h2>" not in (plain.folder / "report.html").read_text()
+
+
+def test_a_log_of_strangers_opens_no_file_and_ends_no_training(runs, tmp_path):
+    folder = shutil.copytree(runs[0].folder, tmp_path / "run")
+    (tmp_path / "secret").write_bytes(b"secret")
+    rows = [{"step": 6, "sample": "text", "image": "../secret"}, {"step": "7", "sample": "words"}, {"step": True}]
+    rows.append({"step": 6, "bits_per_byte": 10**400})
+    with (folder / METRICS).open("a") as log:
+        log.writelines(json.dumps(row) + "\n" for row in rows)
+    run = open_run(folder)
+    Reporter(run, run.model(), [BITS_PER_BYTE], torch.device("cpu")).write()
+    page = (folder / "report.html").read_text()
+    assert "<pre>text</pre>" in page and "<pre>words</pre>" not in page and "data:image" not in page
 
 
 def test_axes_have_round_numbers():

@@ -245,6 +245,9 @@ def test_a_file_that_is_not_a_template_is_refused(text, tmp_path):
     with pytest.raises(KinformerError, match="chat.jinja: is not a Jinja template") as caught:
         template(tmp_path, text)
     assert "\n" not in str(caught.value)
+    (tmp_path / "chat.jinja").write_bytes(b"\xff{{")
+    with pytest.raises(KinformerError, match="chat.jinja: is not a Jinja template .UnicodeDecodeError"):
+        ChatTemplate(tmp_path / "chat.jinja")
 
 
 def test_what_may_be_rendered_is_bounded(tmp_path):

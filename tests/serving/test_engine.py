@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kinformer
+from kinformer.core import state as states
 from kinformer.lab.serving.engine import ROOM, BusyError, Engine, Limits, row_bytes
 from kinformer.runtime.errors import KinformerError
 
@@ -189,6 +190,49 @@ def test_a_failing_model_fails_its_requests_and_serves_the_next():
     good = request([1, 2], 5)
     exhaust(engine, [(0, good)])
     assert good.listener.tokens == alone(model, good)
+
+
+def test_a_state_without_memory_fails_its_request_alone(monkeypatch):
+    def limited(state, slots):
+        if slots > 300:
+            raise RuntimeError("can't allocate memory")
+        return reserve(state, slots)
+
+    reserve = states.reserve
+    monkeypatch.setattr(states, "reserve", limited)
+    engine = Engine(tiny("rope"))
+    long, short = request([1] * 400, 3), request([2], 6, seed=1)
+    exhaust(engine, [(0, long), (0, short)])
+    assert "could not be computed (can't allocate memory)" in str(long.listener.error) and engine.rows == 0
+    assert short.listener.tokens == alone(engine.model, short)
+
+
+def test_an_error_ends_the_engine_and_its_requests(monkeypatch):
+    engine = Engine(tiny("gpt"), Limits(max_streams=1))
+    monkeypatch.setattr(engine._batch, "step", lambda: 1 // 0)
+    items = [request([1], 5), request([2], 5)]
+    for item in items:
+        engine.submit(item)
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert all("repeat the request" in str(item.listener.error) for item in items)
+    with pytest.raises(BusyError, match="shutting down"):
+        engine.submit(request([3], 5))
+
+
+def test_who_leaves_at_once_is_ended(monkeypatch):
+    engine, gone = Engine(tiny("gpt")), request([1], 50)
+    admit = engine._admit
+
+    def entering():
+        admit()
+        if not engine.counts["steps"] and not engine.rows:
+            engine.submit(gone)
+            engine.cancel(gone)
+
+    monkeypatch.setattr(engine, "_admit", entering)
+    exhaust(engine)
+    assert engine.counts["cancelled"] == 1 and not gone.listener.tokens
 
 
 @pytest.mark.parametrize(

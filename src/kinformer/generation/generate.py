@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import Lock, get_ident
 from typing import Any, Unpack, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,17 +23,30 @@ MOST_NEW = 256
 """How many tokens are drawn where no number is given."""
 
 
+_EVALUATING: WeakKeyDictionary[nn.Module, tuple[list[int], list[nn.Module]]] = WeakKeyDictionary()
+"""The threads that evaluate a model, and the modules that return to training mode after the last of these threads."""
+_CHANGING = Lock()
+
+
 @contextmanager
 def evaluating(model: object) -> Iterator[None]:
-    """Put the model in eval mode, and those of its modules that were in training mode back in it afterwards."""
-    training = [part for part in model.modules() if part.training] if isinstance(model, nn.Module) else []
-    for part in training:
-        part.training = False
+    """Put the model in eval mode, and the modules that were in training mode back in it when no thread evaluates."""
+    if not isinstance(model, nn.Module):
+        yield
+        return
+    with _CHANGING:
+        threads, training = _EVALUATING.setdefault(model, ([], []))
+        threads.append(get_ident())
+        training += [part for part in model.modules() if part.training]
+        for part in training:
+            part.training = False
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        with _CHANGING:
+            threads.remove(get_ident())
+            while training and not threads:
+                training.pop().training = True
 
 
 def generate(

@@ -162,7 +162,7 @@ class NarrowWeight(Tensor):
             y = functional.linear(few, self.widened())
         else:
             y = self._by_bfloat16(few)
-        y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        y = y.view(*x.shape[:-1], len(self)).to(x.dtype)
         return y if bias is None else y + bias
 
     def _by_fbgemm(self, x: Tensor) -> Tensor:
@@ -202,6 +202,11 @@ class NarrowWeight(Tensor):
                 return weight.rows(args[0])
             if func in _FACTS:
                 return func(*args, **kwargs)
+            name, target = func.__name__, kwargs.get("out", args[0] if args else None)
+            # Functions that change a tensor end in one underscore.
+            writes = name in ("__set__", "__setitem__") or name.endswith("_") != name.endswith("__") or "out" in kwargs
+            if writes and isinstance(target, NarrowWeight):
+                raise KinformerError("narrow weights cannot be changed; change float32 weights and narrow them again.")
             return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
 
 
@@ -212,7 +217,7 @@ _LEAST = 1e-30
 _NAMES = "shape device ndim layout requires_grad is_leaf is_meta is_sparse is_nested is_cpu is_cuda grad_fn _version"
 _FACTS: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference", "stride", "__len__")),
 }
 """The attributes and methods that do not read the numbers."""
 
@@ -226,8 +231,8 @@ def _wide(argument: Any) -> Any:
 def as_weights(model: Model, weights: str) -> Model:
     """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
 
-    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, without
-    ``torch.compile``, on its device and in its dtype. On a GPU 8-bit weights save memory but no time.
+    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, on its
+    device and in its dtype; anything else is refused. On a GPU 8-bit weights save memory but no time.
 
     Errors: ``KinformerError`` for another type.
     """
@@ -259,9 +264,11 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.weight = made[id(weight)]
             # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
+            module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
+            module.register_state_dict_pre_hook(_refuse_saving)
+            module.register_load_state_dict_pre_hook(_refuse_saving)
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
-    model.register_state_dict_pre_hook(_refuse_saving)
 
 
 def _refuse_training(model: Model, mode: bool = True) -> Model:
@@ -270,5 +277,12 @@ def _refuse_training(model: Model, mode: bool = True) -> Model:
     return nn.Module.train(model, False)
 
 
-def _refuse_saving(model: nn.Module, *_: object) -> None:
-    raise KinformerError("this model has narrow weights, which cannot be saved; load it with weights of fp32.")
+def _refuse_saving(module: nn.Module, *_: object) -> None:
+    raise KinformerError("narrow weights cannot be saved or exchanged; load the model with weights of fp32.")
+
+
+def _refuse_moving(module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    before, after = module.narrow, change(module.narrow)
+    if (before.device, before.dtype) != (after.device, after.dtype):
+        raise KinformerError("narrow weights stay in their dtype on their device; move or convert the model before.")
+    return nn.Module._apply(module, change, recurse)

@@ -931,7 +931,8 @@ class KinformerForCTC(KinformerModel):
         logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         loss = None
         if labels is not None:
-            loss = _nats(logits, valid.sum(1), labels) / options.get("num_items_in_batch", (labels >= 0).sum())
+            count = options.get("num_items_in_batch")
+            loss = _nats(logits, valid.sum(1), labels) / ((labels >= 0).sum().clamp(min=1) if count is None else count)
             absorbed = {} if state is None else pop_aux(state)[0]
             loss = self._with_costs(loss, labels, valid.numel(), options, costs, absorbed)
         logits = select_valid(logits, valid)

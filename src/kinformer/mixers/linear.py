@@ -104,11 +104,6 @@ def check_settings(config: LinearAttention.Config) -> None:
         check_unused(config, "with normaliser = 'none'", "eps", "floor")
     elif config.floor:
         check_unused(config, "with a floor", "eps")
-    if config.convolution < 0 or config.convolution == 1:
-        raise KinformerError(
-            f"convolution must be 2 or more, or 0 for none, but is {config.convolution}: one of a single token "
-            "mixes nothing."
-        )
     if config.head_norm == "none":
         check_unused(config, "with head_norm = 'none'", "norm_eps")
     elif config.norm_eps is not None and not config.norm_eps > 0:

@@ -157,6 +157,7 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         convolution: int = 3
         decay: DecayConfig | None = None
         bias: bool = True  # of the output projection
+        LEAST = {"rank": 1}
 
     growth = "linear"
 

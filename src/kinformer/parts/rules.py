@@ -21,7 +21,8 @@ from kinformer.kernels.linear import linear_attention
 from kinformer.kernels.linear.across import delta_across, linear_across, normalised_delta_rule
 from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
 from kinformer.kernels.linear.sequence import LinearSequence, LinearState
-from kinformer.runtime.autograd import Context, first_order, no_autocast
+from kinformer.runtime.autograd import Context, first_order, no_autocast, transformed
+from kinformer.runtime.errors import KinformerError
 
 
 class KernelTokens(NamedTuple):
@@ -316,7 +317,10 @@ class Mesa(LinearRule):
                 solution = system.solve(q, self.iterations, self.impl)
             product, keys = system.read(solution, k, keys, self.impl)
             residual = q - product - ridge * solution
-            solution = _Solution.apply(solution, residual, self.iterations, self.impl, *system)
+            if not transformed():
+                solution = _Solution.apply(solution, residual, self.iterations, self.impl, *system)
+            elif torch.is_grad_enabled():
+                raise KinformerError("the mesa rule does not have a gradient under torch.func; call backward instead.")
             y, values = system.read(solution, v, values, self.impl)
         return y.to(tokens.v.dtype), LinearState(torch.cat([values, keys], -1), state.z)
 

@@ -224,6 +224,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "head_dim": (lambda value: value >= 1, "1 or more"),
     "hidden_dim": (lambda value: value >= 1, "1 or more"),
     "chunks": (lambda value: value >= 1, "1 or more"),
+    "convolution": (lambda value: value == 0 or value >= 2, "2 or more, or 0 for none"),
 }
 """The range of a number by its name, in every config. Outside of it models are not built, or outputs are not finite."""
 

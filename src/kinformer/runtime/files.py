@@ -338,8 +338,8 @@ def _make(folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise KinformerError(f"{folder}: is a file; give a folder.") from None
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise KinformerError(f"{folder}: cannot be made ({reason}); choose a folder with room and rights.") from error
     return missing
 

@@ -55,6 +55,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
+def shown(text: str) -> str:
+    """Return the text of a model: for a terminal :func:`printable`, for a pipe unchanged."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:
     """Print lines and tables, one after the other."""
     for block in blocks:

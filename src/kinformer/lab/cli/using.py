@@ -13,7 +13,7 @@ import tyro
 
 from kinformer.lab.calibration.options import CalibrateOptions
 from kinformer.lab.cli.form import CommonOptions, Hidden, UsingRun
-from kinformer.lab.cli.output import print_json, printable
+from kinformer.lab.cli.output import print_json, printable, shown
 from kinformer.lab.runs.options import (
     EmbedOptions,
     EvaluateOptions,
@@ -113,7 +113,7 @@ class Generate(GenerateOptions, UsingRun):
             return
         if self.samples > 1:
             for number, sample in enumerate(result.samples, start=1):
-                print(f"--- sample {number} of {self.samples} ---\n{echo}{sample.text}")
+                print(f"--- sample {number} of {self.samples} ---\n{echo}{shown(sample.text)}")
         elif sys.stdout.isatty():
             print()
         if self.quiet:
@@ -137,7 +137,7 @@ class _Echo:
         self._before = prompt
 
     def __call__(self, text: str) -> None:
-        sys.stdout.write(self._before + text)
+        sys.stdout.write(self._before + shown(text))
         sys.stdout.flush()
         self._before = ""
 
@@ -203,7 +203,7 @@ class Chat(GenerateOptions, UsingRun):
                     print(dump_json({"line": line, "text": "".join(pieces)}), end="")
                 else:
                     for piece in pieces:
-                        print(piece, end="", flush=True)
+                        print(shown(piece), end="", flush=True)
             except KeyboardInterrupt:  # Ctrl-C ends this turn, not the chat
                 pass
             except KinformerError as error:

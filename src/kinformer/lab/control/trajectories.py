@@ -91,12 +91,12 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
             f"terminals and timeouts of every step."
         )
     for mark in marks:
-        if len(mark) != steps:
+        if mark.size != steps or mark.dtype.kind not in "biuf" or not np.isin(mark, (0, 1)).all():
             raise KinformerError(
-                f"{place}: has {plural(len(mark), 'mark')} of ends for {plural(steps, 'step')}; give one a step."
+                f"{place}: has {plural(mark.size, 'mark')} of ends for {plural(steps, 'step')}; give 0 or 1 a step."
             )
     over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
-    over[-1] = True
+    over[-1:] = True  # -1 would raise without steps
     return np.flatnonzero(over) + 1
 
 

@@ -380,7 +380,8 @@ def _objects(lines: Iterable[bytes], place: str, columns: Columns) -> Iterator[R
         row = parse_json_line(place, number, line, "write one object per line")
         text, label = _field(row, texts), _field(row, labels)
         label = int(label) if isinstance(label, float) and label.is_integer() else label  # 1.0, as pandas writes 1
-        has_label = isinstance(label, str | int | float) or (label is None and not columns.labelled)
+        has_label = isinstance(label, str | int | float) and label == label  # NaN does not equal itself
+        has_label = has_label or (label is None and not columns.labelled)
         if not isinstance(text, str) or not has_label:
             raise KinformerError(f"{place}, line {number}: {_lacks(row, columns, isinstance(text, str))}")
         yield _row(place, number, text.encode(), None if label is None else str(label), columns)

@@ -65,6 +65,11 @@ class Resampler:
         # c: 0.94 of the lower rate's band, so that nothing beyond it is folded back.
         cut = PASSED * min(self.old, self.new) / self.old
         self.reach = ceil(CROSSINGS / cut)
+        if self.new * (self.old + 2 * self.reach) > 1 << 24:  # numbers, which take some 40 bytes each
+            raise KinformerError(
+                f"sound of {rate:,} samples a second cannot be resampled to {to:,}: the rates have almost no common "
+                f"divisor; convert it, as by ffmpeg -i SOUND -ar {to} NEW.wav."
+            )
         at = torch.arange(self.new, dtype=torch.float64)[:, None] * self.old / self.new
         distance = cut * (at - torch.arange(-self.reach, self.reach + self.old, dtype=torch.float64))
         window = (distance.clamp(-CROSSINGS, CROSSINGS) * torch.pi / (2 * CROSSINGS)).cos().square()
@@ -451,9 +456,10 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
     with reading_corpus(table), table.open("rb") as file:
         if (kind := TABLES.get(table.suffix.lower(), "tsv")) == "jsonl":
             for number, line in enumerate(lines_of(file, str(table)), start=1):
-                row = parse_json_line(table, number, line, "write one object per line") if line.strip() else None
-                if isinstance(row, dict):
-                    row = {str(name).lower(): str(value) for name, value in row.items() if value is not None}
+                if line.strip():
+                    row = parse_json_line(table, number, line, "write one object per line")
+                    row = row.items() if isinstance(row, dict) else ()
+                    row = {str(name).lower(): str(value) for name, value in row if value is not None}
                     yield number, {name: row[key] for name, key in _columns_in(list(row)).items()}
             return
         columns: list[str] | None = None

@@ -43,6 +43,7 @@ from kinformer.runtime.files import (
     reading,
     require_file,
     require_signature,
+    require_weights,
     save_tensors,
     signed,
     write_json,
@@ -259,10 +260,11 @@ def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tens
     """
     if not run.training.get("lora"):
         raise KinformerError(f"`adapter`: {run.folder} was not trained with `lora`; leave it out.")
-    base = Path(run.data["init"]).name
+    base, begun_with = Path(run.data["init"]).name, best_weights(open_run(run.data["init"]).folder)[0]
+    require_weights({name: tuple(weight.shape) for name, weight in weights.items()}, begun_with, run.data["init"])
     before, after = (
         form.native.tensors(one) if form.native else {f"model.{name}": weight for name, weight in one.items()}
-        for one in (best_weights(open_run(run.data["init"]).folder)[0], weights)
+        for one in (begun_with, weights)
     )
     transposed, factors = form.model_type == "gpt2", dict[str, tuple[torch.Tensor, torch.Tensor]]()
     for name, weight in after.items():

@@ -32,12 +32,13 @@ from kinformer.lab.tasks.table import options_for, refuse_options, task_for, tas
 from kinformer.lab.tasks.task import Data, Source, Task, TrainingPlan
 from kinformer.lab.training.data_module import Objective
 from kinformer.lab.training.distributed import Group, check_length, check_shared, started_by_torchrun
+from kinformer.lab.training.lora import add_updates
 from kinformer.lab.training.schedule import stages_of
 from kinformer.lab.training.settings import DEFAULT_STEPS, Settings
 from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError, marked, plural
-from kinformer.runtime.files import absolute
+from kinformer.runtime.files import absolute, require_file
 from kinformer.runtime.parsing import parse_json
 
 
@@ -101,8 +102,10 @@ def _task_of_lines(options: TrainOptions) -> str | None:
     """Return the task that the fields of JSON lines name where the user names none; None for other data."""
     if options.text_field is not None or not str(options.data).endswith(".jsonl"):
         return None
-    with suppress(OSError, ValueError, TypeError), open(str(options.data), "rb") as file:
-        names = set(parse_json(file.readline()))
+    with suppress(OSError, ValueError, TypeError):
+        require_file(path := Path(str(options.data)))  # a pipe would be waited for
+        with path.open("rb") as file:
+            names = set(parse_json(file.readline(1 << 26)))
         return next((one.name for one in tasks() if any(names.issuperset(row) for row in one.data.lines)), None)
     return None
 
@@ -275,6 +278,9 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
             f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or less"
             f"{_longer(plan.config, plan.settings.length)}."
         )
+    if plan.settings.lora is not None:
+        with unallocated():
+            add_updates(model, plan.settings.lora)  # raises for a rank above all widths
     return plan
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from kinformer import __version__
 from kinformer.core.model import CausalModel
 from kinformer.core.parts import NeedsStore
+from kinformer.generation.generate import evaluating
 from kinformer.lab.estimation.estimate import optimizer_bytes, state_bytes
 from kinformer.lab.runs.describe import training_of
 from kinformer.lab.runs.options import GenerateOptions
@@ -67,8 +68,6 @@ class Reporter:
         image = Path(SAMPLES) / f"{step:08d}.png"
         values = {"out": str(run.folder / image), "image": run.data.get("spec")}
         named = {item.name: values[item.name] for item in fields(run.task.GenerationOptions) if item.name in values}
-        if "out" in named:
-            (run.folder / SAMPLES).mkdir(exist_ok=True)
         prompt: str | Iterator[bytes] | None = None if run.task.generation.prompt is None else "\n"
         pieces: list[str] = []
         if run.task.generation.prompt == "lines":  # the first sentence held out for a translation
@@ -80,15 +79,14 @@ class Reporter:
         elif "samples" in run.task.generation.reads:
             settings["samples"] = 4
         options = GenerateOptions(task_options=run.task.GenerationOptions(**named), **settings)
-        self.model.eval()
         try:
-            with private_numbers(0), torch.no_grad():
+            if "out" in named:
+                (run.folder / SAMPLES).mkdir(exist_ok=True)
+            with evaluating(self.model), private_numbers(0), torch.no_grad():
                 result = run.task.generate(LoadedRun(run, self.model), prompt, options, pieces.append)
-        except KinformerError as error:
-            note(f"note: no sample of step {step}: {error.message}")
+        except (KinformerError, OSError) as error:
+            note(f"note: no sample of step {step}: {getattr(error, 'message', error)}")
             return {}
-        finally:
-            self.model.train()
         text = "".join(pieces) or getattr(result, "text", "") or result.samples[0].text
         text = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
         return {"sample": text} | ({"image": str(image)} if (run.folder / image).is_file() else {})
@@ -146,8 +144,8 @@ class Reporter:
         return sizes
 
     def _sample(self, item: Mapping[str, Any]) -> str:
-        image, file = "", self.run.folder / str(item.get("image", ""))
-        if file.is_file():
+        image, file = "", self.run.folder / SAMPLES / f"{item['step']:08d}.png"  # no other file that the log may name
+        if "image" in item and file.is_file():
             data = b64encode(file.read_bytes()).decode()
             image = f'<img alt="images drawn at step {item["step"]}" src="data:image/png;base64,{data}">'
         written = self.run.task.generation.prompt == "text"
@@ -190,9 +188,8 @@ def _curve(history: History) -> str:
         drawn.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
     for step, text in ticks(0, max(1, history.steps), least=1):
         drawn.append(f'<text x="{at(step, low)[0]}" y="{LOWER + 24}" text-anchor="middle">{text}</text>')
-    for index, curve in enumerate(
-        (history.training[:: -(-len(history.training) // MAX_POINTS) or 1], history.validation)
-    ):
+    smoothed = history.training[:: -(-len(history.training) // MAX_POINTS) or 1]
+    for index, curve in enumerate((smoothed, history.validation)):
         points = " ".join("{},{}".format(*at(*point)) for point in curve)
         drawn.append(f'<polyline points="{points}" class="c{index}"/>')
     for step, value in history.validation:

@@ -12,6 +12,7 @@ model is the file ``chat_template.jinja``; further chat templates are in ``addit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -79,7 +80,7 @@ def read_config(place: Path) -> JsonObject:
     Errors: ``KinformerError`` for another file, a missing key, and a value of a wrong type.
     """
     folder = place.parent
-    if not place.exists():
+    if not os.path.exists(place):  # Path.exists raises for a long name
         raise KinformerError(
             f"{folder}: is not a run folder (it has no {CONFIG}); train one with: kinformer train MEMBER --out DIR."
         )

@@ -288,7 +288,7 @@ def _started_again(folder: Path) -> bool:
     """Return whether torchrun starts the training in ``folder`` again: with --max-restarts after a process died, and in
     a job with a name also after machines came or went."""
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if not (folder / CONFIG).exists():
+    if not os.path.exists(folder / CONFIG):  # Path.exists raises for a long name
         return False
     named = job_id() is not None and (folder / JOB).is_file()
     same = named and (folder / JOB).read_text(encoding="utf-8", errors="replace") == job_id()

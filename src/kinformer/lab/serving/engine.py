@@ -310,8 +310,7 @@ class Prefill:
         self.scores: list[TokenScore | None] = [None]
         self._tokens = torch.from_numpy(request.tokens)[None].to(device_of(model))
         self._logits: Tensor | None = None
-        room = min(ROOM, request.max_new_tokens)
-        self._state: State = states.reserve(model.initial_state(1), len(request.tokens) + room)
+        self._state: State = None
 
     @property
     def done(self) -> bool:
@@ -321,10 +320,13 @@ class Prefill:
     @property
     def state_bytes(self) -> int:
         """Return the bytes that the state holds now."""
-        return states.nbytes(self._state)
+        return 0 if self._state is None else states.nbytes(self._state)
 
     def absorb(self, limit: int) -> int:
         """Absorb the next chunk, of at most ``limit`` tokens; return how many it has."""
+        if self._state is None:
+            length = len(self.request.tokens) + min(ROOM, self.request.max_new_tokens)
+            self._state = states.reserve(self.model.initial_state(1), length)
         chunk = self._tokens[:, self.absorbed : self.absorbed + limit]
         with few_rows(chunk.device, chunk.numel() < FEW):
             if self.request.scores_prompt:
@@ -404,7 +406,7 @@ class Engine:
         self.check(request)
         with self._changed:
             if self._closing:
-                raise BusyError("the server is shutting down; repeat the request when it is back.")
+                raise BusyError(_SHUTTING_DOWN)
             if not self._waiting and self._admission.fits(request):
                 self._admission.enter(request)
                 self._entered.append(request)
@@ -446,18 +448,24 @@ class Engine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Take turns until :meth:`close`, and wait while there is nothing to do; open requests then fail."""
-        while True:
-            with self._changed:
-                idle = not (self._prefills or self._batch.rows)
-                while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
-                    self._changed.wait()
-                if self._closing:
-                    break
-            self.turn()
-        requests = [*self._entered, *self._waiting, *(prefill.request for prefill in self._prefills)]
-        for request in dict.fromkeys([*requests, *(row.request for row in self._batch.rows)]):
-            request.listener.failed(KinformerError("the server is shutting down; repeat the request when it is back."))
+        """Take turns until :meth:`close`, and wait while there is nothing to do. At the end, also after an error, open
+        requests fail."""
+        try:
+            while self._has_work():
+                self.turn()
+        finally:
+            self.close()
+            requests = [*self._entered, *self._waiting, *(prefill.request for prefill in self._prefills)]
+            for request in dict.fromkeys([*requests, *(row.request for row in self._batch.rows)]):
+                request.listener.failed(KinformerError(_SHUTTING_DOWN))
+
+    def _has_work(self) -> bool:
+        """Wait for work; return whether there is work, and not :meth:`close`."""
+        with self._changed:
+            idle = not (self._prefills or self._batch.rows)
+            while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
+                self._changed.wait()
+            return not self._closing
 
     def close(self) -> None:
         """Let :meth:`run` return after the present turn."""
@@ -478,7 +486,8 @@ class Engine:
     def _drop_cancelled(self) -> list[Row]:
         """Return the batch's rows of cancelled requests; remove all other cancelled requests at once."""
         with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
+            cancelled = self._cancelled
+            self._cancelled = cancelled.intersection(self._entered)  # they entered a moment ago
             for request in [item for item in self._waiting if item in cancelled]:
                 self._waiting.remove(request)
                 self.counts["cancelled"] += request.copies
@@ -603,6 +612,7 @@ class Engine:
         return ended
 
 
+_SHUTTING_DOWN = "the server is shutting down; repeat the request when it is back."
 _NOT_FINITE = "the model's predictions are not finite numbers; its weights are damaged, diverged, or need fp32."
 
 

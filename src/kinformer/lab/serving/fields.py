@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 import numpy as np
 
 from kinformer.generation.sampling import Sampling
-from kinformer.lab.data.files import reading_corpus
+from kinformer.lab.data.files import plain_bytes
 from kinformer.lab.serving.engine import Penalties
 from kinformer.runtime.errors import LARGEST, KinformerError, is_of_kind, kind_name, nearest, plural
 from kinformer.runtime.parsing import JsonObject
@@ -363,13 +363,12 @@ class ChatTemplate:
         self.stops = tuple(stops)
         self._special_tokens = special_tokens or UNNAMED
         self.source = str(template)
-        if isinstance(template, Path):
-            with reading_corpus(template):
-                self.source = template.read_text("utf-8")
+        data = plain_bytes(template) if isinstance(template, Path) else None
         environment = _environment()
         from jinja2.meta import find_undeclared_variables
 
         try:
+            self.source = self.source if data is None else data.decode()
             self._template = environment.from_string(self.source)
             self.reads_tools = "tools" in find_undeclared_variables(environment.parse(self.source))
         except Exception as error:  # the parser also raises the errors of Python's parser, and RecursionError

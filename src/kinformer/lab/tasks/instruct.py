@@ -34,7 +34,7 @@ from kinformer.lab.tasks.task import NoOptions, Source, TrainingPlan
 from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, whole_length
 from kinformer.lab.training.data_module import DataModule, map_fields
 from kinformer.lab.training.logging import ANSWER_BITS
-from kinformer.runtime.errors import KinformerError, plural, require_finite
+from kinformer.runtime.errors import KinformerError, plural, require_finite, require_share
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note
 
@@ -78,6 +78,7 @@ def open_conversations(source: Source, options: InstructOptions, cache: Path | N
     """Return the conversations that ``source`` names, in the template that the user names or the template of the run.
     Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template."""
     assert source.tokenizer is not None
+    require_share("holdout", source.holdout)
     path = Path(source.spec)
     template = _template(source, options)
     with reading_corpus(path):

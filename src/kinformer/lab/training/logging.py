@@ -238,12 +238,13 @@ def history_of(folder: Path, metrics: Sequence[Metric]) -> History:
 
 
 def _has(row: Mapping[str, Any], name: str) -> bool:
-    return isinstance(row.get(name), int | float) and isfinite(row[name])
+    return isinstance(row.get(name), int | float) and abs(row[name]) < 1e300
 
 
 def _step(line: str) -> float:
     try:
-        return float(parse_json(line)["step"])
+        step = parse_json(line)["step"]
+        return float(step) if type(step) is int else float("inf")
     except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
 

@@ -32,13 +32,15 @@ class LowRank(nn.Linear):
 def add_updates(model: nn.Module, rank: int) -> None:
     """Give every product in the layers of ``model`` an update of ``rank``, and freeze all other weights.
 
-    Errors: ``KinformerError`` for a model without products in its layers.
+    Errors: ``KinformerError`` for a model without products in its layers, and for a rank above all widths.
     """
     model.requires_grad_(False)
     inner = [module for name, module in model.named_modules() if "layers." in name and isinstance(module, nn.Linear)]
     products = [module for module in inner if type(module).forward is nn.Linear.forward]
     if not products:
         raise KinformerError("`lora`: the model's layers hold no products to update; leave it out.")
+    if rank > (most := max(min(product.weight.shape) for product in products)):
+        raise KinformerError(f"`lora` {rank}: an update of rank {most} changes any weight in full; give no more.")
     for product in products:
         weight = product.weight
         product.__class__ = LowRank
