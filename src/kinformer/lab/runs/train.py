@@ -18,6 +18,7 @@ import torch
 
 from kinformer.family.table import member
 from kinformer.lab.runs.create import Plan, inheritance_text, plan, set_threads, with_member
+from kinformer.lab.runs.minutes import spelled_minutes
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
@@ -66,7 +67,7 @@ def warning(result: Result, settings: Settings) -> str | None:
         return None
     if settings.minutes is not None and steps < WARM_UP_STEPS:
         return (
-            f"kinformer: only {made} could be made in {settings.minutes:g} minutes, fewer than a warm-up takes "
+            f"kinformer: only {made} could be made in {spelled_minutes(settings.minutes)}, fewer than a warm-up takes "
             f"({WARM_UP_STEPS}), so little is learnt; give more `minutes`, a smaller `recipe` or `batch_size`."
         )
     if steps < settings.warmup:

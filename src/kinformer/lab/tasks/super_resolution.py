@@ -45,6 +45,7 @@ from kinformer.lab.tasks.evaluation import (
 )
 from kinformer.lab.tasks.image import (
     ABSOLUTE,
+    COUNTED,
     INPUT,
     ImageRows,
     PixelLoss,
@@ -177,6 +178,10 @@ class EnlargingRows(ImageRows):
 
     def _of(self, images: Images, chosen: np.ndarray) -> EnlargingBatch:
         return self.both.of(images.pixels[chosen])
+
+    def baselines(self) -> dict[str, float]:
+        train, held_out = self.data.train.pixels[:COUNTED], self.data.validation.pixels[: self.examples]
+        return {"source": floor_over_source(train, held_out, self.both.factor)}
 
 
 class EnlargingLoss(PixelLoss):
