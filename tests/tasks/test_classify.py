@@ -93,7 +93,10 @@ def test_the_last_line_says_that_a_simple_rule_is_ahead(cli, labelled, tmp_path)
     assert "to beat in validation: the most frequent class (accuracy " in err
     assert "character n-grams with logistic regression (accuracy 100.0%)" in err
     last = told.splitlines()[-1]
-    assert "is not better than character n-grams with logistic regression (accuracy 100.0%); give more --minutes, --steps" in last
+    assert (
+        "is not better than character n-grams with logistic regression (accuracy 100.0%); give more --minutes, --steps"
+        in last
+    )
     code, told, _ = cli("evaluate", run, "--threads", "1")
     lines = told.splitlines()
     assert code == 0 and lines[0].endswith("test split; character n-grams win with 100.0%")
