@@ -279,8 +279,8 @@ def overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: kinformer COMMAND [OPTIONS]\n\nThe Transformer family in one command line.\n\ncommands:\n{lines}\n\n"
-        "kinformer help COMMAND shows a command's options, kinformer help TASK a task's, kinformer help MEMBER a member, "
-        "kinformer --version the version."
+        "kinformer help COMMAND shows a command's options, kinformer help TASK a task's, kinformer help MEMBER a "
+        "member, kinformer --version the version."
     )
 
 

@@ -201,11 +201,6 @@ def target_words(target: float | None) -> str:
     return "optimal" if target is None else f"{target:g}"
 
 
-def return_at(target: float | None) -> Metric:
-    """Return the metric of the mean return of episodes that aim at ``target``."""
-    return Metric(f"return_at_{target_words(target)}", "return", lower_is_better=False)
-
-
 def evaluate(
     subject: LoadedRun, settings: EvaluationSettings, options: TrajectoryEvaluationOptions, quiet: bool
 ) -> Evaluation:
@@ -230,7 +225,8 @@ def evaluate(
     else:
         rows, clone = _acted(subject, data, env, options, settings.seed, quiet)
         facts |= {"returns": rows, "cloning": clone, "context_steps": rows[0]["context_steps"]}
-        metrics |= {return_at(row["target"]): row["mean"] for row in rows}
+        for row in rows:
+            metrics[Metric(f"return_at_{target_words(row['target'])}", "return", lower_is_better=False)] = row["mean"]
         ranked = len({row["target"] for row in rows}) > 2 and all(row["target"] is not None for row in rows)
         if ranked and differ(rows):
             metrics[RANK_CORRELATION] = facts_correlation(rows)
