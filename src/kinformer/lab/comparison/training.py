@@ -78,7 +78,7 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
     moved = None
     if moves or beyond is not None:
         now = "now inside it" if beyond is None else "still at its end"
-        moved = f"the best rate of the first sweep was its lowest or highest, so the sweep continued; the best is {now}."
+        moved = f"the best rate of the first sweep was its lowest or highest, so it continued; the best is {now}."
     contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=moved)
 
 
