@@ -91,6 +91,7 @@ def test_tasks_and_parts_are_listed_and_every_title_is_whole_in_80_columns(cli):
 def test_help_is_a_command_too(cli):
     assert cli("help") == cli("--help") and cli("help", "pack") == cli("pack", "--help")
     assert cli("help", "local")[1] == cli("show", "local")[1] != ""
+    assert cli("help", "speech")[1] == cli("train", "speech-lsh", "--task", "speech", "--help")[1] != ""
     code, _, err = cli("help", "trian")
     assert code == 2 and "did you mean 'train'" in err
 

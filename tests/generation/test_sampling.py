@@ -168,3 +168,8 @@ def test_seed_none_follows_the_global_generator(linear, prompt):
 def test_wrong_options_are_told(linear, options, told):
     with pytest.raises(KinformerError, match=told):
         Session(linear, **options)
+
+
+def test_a_text_is_refused_with_the_way_to_ids(linear):
+    with pytest.raises(KinformerError, match="must hold ids.*encode texts by the run's tokenizer first"):
+        kinformer.generate(linear, "hello")

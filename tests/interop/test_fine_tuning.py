@@ -161,6 +161,8 @@ def test_exports_are_merged_or_an_adapter(folder, tuned, tmp_path, monkeypatch):
     card = (tmp_path / "merged" / "README.md").read_text()
     assert "`base`, fine-tuned by low-rank updates (LoRA, rank 2)" in card and "Data: `messages.jsonl`" in card
     assert str(folder) not in card and "Departures" not in card and "steps 12" in card
+    use = 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "adapter")'
+    assert use in (tmp_path / "adapter" / "README.md").read_text() and use not in card
     with pytest.raises(KinformerError, match="adapter: .* was not trained with lora"):
         kinformer.export(folder / "base", tmp_path / "none", adapter=True)
     place = shutil.copytree(tuned.folder, tmp_path / "moved") / "config.json"

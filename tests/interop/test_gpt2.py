@@ -277,7 +277,7 @@ def test_index_cannot_name_files_elsewhere(folder, tmp_path):
 
 
 def test_missing_things_are_named(folder, tmp_path):
-    with pytest.raises(KinformerError, match="is not a folder"):
+    with pytest.raises(KinformerError, match="is not a folder.*hf download"):
         read_checkpoint(tmp_path / "nowhere")
     (folder / "model.safetensors").unlink()
     with pytest.raises(KinformerError, match=r"holds neither model.safetensors nor"):

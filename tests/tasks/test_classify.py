@@ -93,7 +93,10 @@ def test_the_last_line_says_that_a_simple_rule_is_ahead(cli, labelled, tmp_path)
     assert "to beat in validation: the most frequent class (accuracy " in err
     assert "character n-grams with logistic regression (accuracy 100.0%)" in err
     last = told.splitlines()[-1]
-    assert "is not better than character n-grams with logistic regression (accuracy 100.0%); give more --steps" in last
+    assert (
+        "is not better than character n-grams with logistic regression (accuracy 100.0%); give more --minutes, --steps"
+        in last
+    )
     code, told, _ = cli("evaluate", run, "--threads", "1")
     lines = told.splitlines()
     assert code == 0 and lines[0].endswith("test split; character n-grams win with 100.0%")
@@ -126,7 +129,7 @@ def test_the_sentence_of_a_task():
     assert task.verdict(ACCURACY, 1.0, {"guessing": 1.0}) is None
     assert task.verdict(ACCURACY, 0.1, {}) is None
     assert task.verdict(ACCURACY, 0.1, {"guessing": 0.2}).startswith(
-        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); give more `steps`"
+        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); give more `minutes` or `steps`"
     )
     text = TASKS["next-token"]
     assert text.verdict(BITS_PER_BYTE, 2.0, {"ngram_bits_per_byte": 2.1}) is None
@@ -142,6 +145,8 @@ def test_the_sentence_of_a_task():
         ("decision --data shortest-path --trajectories 8 --length 12", "the most frequent action ("),
         ("gtrxl --task control --env t-maze:2 --environments 4 --length 6", "random actions ("),
         ("bert --task mlm --length 32", "the frequency of tokens ("),
+        ("gpt --task image", "counting at every place ("),
+        ("vanilla --task super-resolution --data digits", "counting by the small image ("),
     ],
 )
 def test_a_task_announces_its_rule(cli, text_file, tmp_path, arguments, rule):

@@ -296,7 +296,7 @@ def test_continuous_actions(tmp_path, gaussian):
     assert list(run.metrics)[0] == ("bits_per_action" if gaussian else "action_error")
     found = kinformer.evaluate(tmp_path / "run", episodes=1, cloning_steps=2, target="-100")
     assert found.metrics["action_error"] > 0 and found.metrics["return_at_-100"] < 0
-    assert found.baselines.keys() == {"data_best", "data_mean", "cloning"}
+    assert found.baselines.keys() == {"data_best", "data_mean", "data_least", "cloning"}
 
 
 def test_without_an_environment_actions_alone_are_measured(tmp_path):

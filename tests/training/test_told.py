@@ -49,3 +49,13 @@ def test_the_speed_is_that_since_the_last_line(monkeypatch: pytest.MonkeyPatch) 
     clock[0] = 24
     progress.update(40, "1.000 bits per byte", 2110, 20.0)
     assert [line.split("  ")[2] for line in stream.getvalue().splitlines()] == ["110 tokens/s", "101 tokens/s"]
+
+
+def test_no_more_time_is_left_than_the_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = [0.0], io.StringIO()
+    monkeypatch.setattr(logging.time, "monotonic", lambda: clock[0])
+    progress = TrainingProgress(total=4000, done=0, stream=stream, most=30)
+    for now in (12.0, 40.0):  # of all steps thousands of seconds would be left
+        clock[0] = now
+        progress.update(10, "1.000 bits per byte", 100, now)
+    assert [line.split("  ")[-1] for line in stream.getvalue().splitlines()] == ["0:18 left", "0:00 left"]

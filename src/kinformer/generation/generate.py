@@ -115,7 +115,8 @@ def _tokens(prompt: Tensor | np.ndarray | Sequence[Sequence[int]]) -> Tensor:
                 "prompt_tokens has rows of unlike length; pad them to one length and say by valid which are real."
             ) from None
         if ids.dtype.kind not in "iu":
-            raise KinformerError(f"prompt_tokens holds {ids.dtype}, but must hold ids, which are whole numbers.")
+            texts = "; encode texts by the run's tokenizer first" if ids.dtype.kind in "US" else ""
+            raise KinformerError(f"prompt_tokens holds {ids.dtype}, but must hold ids, which are whole numbers{texts}.")
         prompt = torch.from_numpy(ids.astype(np.int64))
     if prompt.dim() != 2:
         raise KinformerError(f"prompt_tokens must be [batch, time], but have the shape {tuple(prompt.shape)}.")

@@ -71,7 +71,10 @@ def read_checkpoint(folder: str | Path) -> Imported:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise KinformerError(f"{folder}: is not a folder; give the folder that holds the checkpoint's {CONFIG}.")
+        raise KinformerError(
+            f"{folder}: is not a folder; give the folder that holds the checkpoint's {CONFIG}, which "
+            "hf download MODEL fetches from the Hub."
+        )
     with reading(folder, "cannot be imported: its settings or tensors do not have the values they should have"):
         return _imported(folder)
 

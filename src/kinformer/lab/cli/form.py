@@ -603,5 +603,5 @@ def completions() -> dict[str, list[str]]:
         hints = flags(form_of(command.options(), command.tasks))
         first = list(FAMILY) if "member" in hints else []
         words_by_command[name] = first + [f"--{flag}" for flag, hint in hints.items() if not is_positional(hint)]
-    words_by_command["help"] = [*COMMANDS, *FAMILY]
+    words_by_command["help"] = [*COMMANDS, *FAMILY, *(task.name for task in tasks())]
     return words_by_command

@@ -248,14 +248,17 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
 
 
 def _help(words: list[str], is_command: bool) -> int:
-    """Print the help of all commands, of the command in ``words``, or the page of the member in ``words``."""
+    """Print the help of all commands, of the command or task in ``words``, or the page of the member in ``words``."""
     from kinformer.family.table import FAMILY
+    from kinformer.lab.tasks.table import ALL
 
     if not words or words[0] in COMMANDS:
         return _dispatch([*words, "--help"], is_command)
+    if words[0] in ALL:
+        return _dispatch(["train", "MEMBER", "--task", words[0], "--help"], is_command)
     if words[0] not in FAMILY:
-        names = nearest(words[0], [*COMMANDS, *FAMILY])
-        raise KinformerError(f"help: {words[0]!r} is not a command or a member; {names} See: kinformer list.")
+        names = nearest(words[0], [*COMMANDS, *FAMILY, *ALL])
+        raise KinformerError(f"help: {words[0]!r} is not a command, member or task; {names} See: kinformer list.")
     return _dispatch(["show", *words], is_command)
 
 
@@ -276,8 +279,8 @@ def overview() -> str:
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     return (
         f"usage: kinformer COMMAND [OPTIONS]\n\nThe Transformer family in one command line.\n\ncommands:\n{lines}\n\n"
-        "kinformer help COMMAND shows a command's options, kinformer help MEMBER a member, kinformer --version the "
-        "version."
+        "kinformer help COMMAND shows a command's options, kinformer help TASK a task's, kinformer help MEMBER a "
+        "member, kinformer --version the version."
     )
 
 

@@ -35,7 +35,7 @@ from kinformer.lab.comparison.training import command_of, contexts_of, log_of, v
 from kinformer.lab.comparison.words import seconds_of, too_few
 from kinformer.lab.data import open_corpus
 from kinformer.lab.runs.create import plan as create_run
-from kinformer.lab.runs.minutes import Chooser, Ladder, with_vocabulary
+from kinformer.lab.runs.minutes import Chooser, Ladder, spelled_minutes, with_vocabulary
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.runs.planner import checked, group_of, named_data, open_planner, recipe_config
 from kinformer.lab.runs.rows import plan_of, staged_rows
@@ -336,7 +336,7 @@ def plan_text(turns: Turns) -> list[str]:
     runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"
     tokens = options.row_length * (options.batch_size or 1)
     plan = (
-        f"in {options.total_minutes:g} minutes each member makes about {plural(steps, 'step')} of "
+        f"in {spelled_minutes(options.total_minutes or 0)} each member makes about {plural(steps, 'step')} of "
         f"{plural(tokens, 'token')} ({runs}), in turns; the rest of the time is for measuring."
     )
     return [plan, too_few(steps, len(names), options.total_minutes or 0.0)]

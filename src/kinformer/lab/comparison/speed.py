@@ -149,8 +149,10 @@ SLOW_PRODUCT = 0.2  # s
 
 def machine(device: str) -> MachineFacts:
     """Return the facts of this machine and ``device`` as JSON-ready data."""
+    lines = (processor() or "").splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": _processor(),
+        "processor": next(named, platform.processor() or platform.machine()),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -166,12 +168,6 @@ def described(facts: MachineFacts) -> str:
     """Return a machine's facts as one phrase."""
     threads = plural(facts["threads"], "thread") if facts.get("threads") else "threads unknown"
     return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads}"
-
-
-def _processor() -> str:
-    lines = (processor() or "").splitlines()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def _version(name: str) -> str | None:

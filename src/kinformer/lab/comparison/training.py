@@ -77,8 +77,8 @@ def sweep(contestant: Contestant, options: CompareOptions, cache: Cache, steps: 
     trials = tuple(Trial(lr=options.middle * 2.0**power, validation=value) for power, value in sorted(tried.items()))
     moved = None
     if moves or beyond is not None:
-        now = "now inside" if beyond is None else "still at an end"
-        moved = f"the best of the first learning rates stood at an end, so more were tried; the best is {now}."
+        now = "now inside it" if beyond is None else "still at its end"
+        moved = f"the best rate of the first sweep was its lowest or highest, so it continued; the best is {now}."
     contestant.note(sweep=trials, lr=options.middle * 2.0**best, moved=moved)
 
 

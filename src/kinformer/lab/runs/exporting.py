@@ -219,7 +219,7 @@ def export(
     except KinformerError as error:
         raise KinformerError(f"{folder}: {error}") from None
     require_new(out)
-    sentence = sentence_of(form)
+    sentence, base = sentence_of(form), None
     if adapter:
         base = Path(run.data.get("init", "")).name
         sentence = f"the folder is an adapter of {base}: peft.PeftModel.from_pretrained(model, {out.name!r}) adds it."
@@ -242,7 +242,7 @@ def export(
             named = run.prompts.get("special_tokens", {})
             write_tokenizer(place, source, model.max_length, _special(run, form, padding), named)
             write_chat_templates(place, chat_templates(run.folder))
-        (place / "README.md").write_text(card(run, form, sentence, parameters, dtype, out.name), encoding="utf-8")
+        (place / "README.md").write_text(card(run, form, sentence, parameters, dtype, out.name, base), encoding="utf-8")
     return Exported(out, form.model_type, form.model_class, form.auto_class, form.reason, dtype, parameters, shards)
 
 
@@ -377,9 +377,9 @@ Data: `{data}`. Training: {training}.
 {measured}## Use
 
 ```python
-from transformers import {imports}
+{peft}from transformers import {imports}
 
-model = {auto_class}.from_pretrained("{name}"{trust})
+model = {model}
 {use}
 ```
 
@@ -425,13 +425,15 @@ PIPELINES = {
 """The name of a model's use in a model card."""
 
 
-def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name: str) -> str:
-    """Return the model card: the ``sentence`` about its folder, the model, its training data and its measurements."""
+def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name: str, base: str | None = None) -> str:
+    """Return the model card: the ``sentence`` about its folder, the model, its training data and its measurements. An
+    adapter is used with its ``base``."""
     record = member_called(run.member)
     lines = "\n".join(f"- {one}" for one in map(spelled, record.departures or ("none",)))
     preparer, use = _use(run, form, name)
     names = ("steps", "minutes", "length", "batch_size", "lr", "seed")
     settings = [name for name in names if run.training.get(name)]
+    model = f'{form.auto_class}.from_pretrained("{base or name}"{"" if form.native else ", trust_remote_code=True"})'
     return CARD.format(
         member=run.member,
         name=name,
@@ -443,11 +445,11 @@ def card(run: Run, form: Form, sentence: str, parameters: int, dtype: str, name:
         training=", ".join(f"{name.replace('_', ' ')} {run.training[name]}" for name in settings)
         or "elsewhere; the weights were imported",
         measured=_measured(run),
-        auto_class=form.auto_class,
+        peft="" if base is None else "from peft import PeftModel\n",
+        model=model if base is None else f'PeftModel.from_pretrained({model}, "{name}")',
         pipeline=PIPELINES[form.auto_class],
         imports=", ".join(one for one in (form.auto_class, preparer) if one),
         use=use,
-        trust="" if form.native else ", trust_remote_code=True",
         form=sentence[0].upper() + sentence[1:],
         departures="" if "init" in run.data or _imported(run) else DEPARTURES.format(lines),
         task=run.task.name,

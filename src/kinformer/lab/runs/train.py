@@ -18,6 +18,7 @@ import torch
 
 from kinformer.family.table import member
 from kinformer.lab.runs.create import Plan, inheritance_text, plan, set_threads, with_member
+from kinformer.lab.runs.minutes import spelled_minutes
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
@@ -49,12 +50,18 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
         f"\nkinformer: note: {plural(frozen, 'parameter')} frozen at random values: `init` RUN takes "
         "them from a run that trained them, as by `task` dino; `set` input.frozen=false lets them learn"
     )
+    device = str(group.device) if group.world == 1 else f"{group.world} x {group.device.type}"
+    precision: str = settings.precision
+    if group.device.type == "cpu":
+        device += f" ({plural(torch.get_num_threads(), 'thread')})"
+        slow = precision == "bf16-mixed" and emulates_bfloat16()
+        precision += " (this processor emulates bfloat16: fp32 is faster)" if slow else ""
     lora = "" if settings.lora is None else f", {parameters - frozen:,} trained (LoRA of rank {settings.lora})"
     begins = f"{text}\n" if (text := inheritance_text(run.data)) else ""
     return (
         f"kinformer: {run.member} ({run.recipe}), {plural(parameters, 'parameter')}{lora}, task {run.task.name}\n"
         f"{begins}"
-        f"kinformer: data {_data(run.data)}; {_device(group)}, {_precision(group, settings)}, {work}"
+        f"kinformer: data {_data(run.data)}; {device}, {precision}, {work}"
         f"{note if 0 < frozen < parameters and not run.data.get('init') else ''}"
     )
 
@@ -66,7 +73,7 @@ def warning(result: Result, settings: Settings) -> str | None:
         return None
     if settings.minutes is not None and steps < WARM_UP_STEPS:
         return (
-            f"kinformer: only {made} could be made in {settings.minutes:g} minutes, fewer than a warm-up takes "
+            f"kinformer: only {made} could be made in {spelled_minutes(settings.minutes)}, fewer than a warm-up takes "
             f"({WARM_UP_STEPS}), so little is learnt; give more `minutes`, a smaller `recipe` or `batch_size`."
         )
     if steps < settings.warmup:
@@ -88,16 +95,6 @@ def _data(data: JsonObject) -> str:
     if train := identity.get("examples", {}).get("train"):
         return f"{name}, {plural(train, 'example')} to train on"
     return name
-
-
-def _precision(group: Group, settings: Settings) -> str:
-    slow = settings.precision == "bf16-mixed" and group.device.type == "cpu" and emulates_bfloat16()
-    return f"{settings.precision} (this processor emulates bfloat16: fp32 is faster)" if slow else settings.precision
-
-
-def _device(group: Group) -> str:
-    threads = f" ({plural(torch.get_num_threads(), 'thread')})" if group.device.type == "cpu" else ""
-    return f"{group.device}{threads}" if group.world == 1 else f"{group.world} x {group.device.type}{threads}"
 
 
 @dataclass(frozen=True)

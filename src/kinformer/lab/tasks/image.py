@@ -222,6 +222,10 @@ class Sequences:
         return None if rows % raster.block_height and raster.block_width < raster.width else rows * raster.width
 
 
+COUNTED = 4000
+"""The number of training images that simple rules count before a training."""
+
+
 class ImageRows(DataModule):
     """Images in a new order in every epoch; the same first ones in every validation, of about the settings' tokens."""
 
@@ -259,6 +263,9 @@ class ImageRows(DataModule):
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_DIM.name: means["nats"] / log(2)}
+
+    def baselines(self) -> dict[str, float]:
+        return floors(self.data.train.pixels[:COUNTED], self.data.validation.pixels[: self.examples])
 
 
 class PixelLoss:

@@ -255,9 +255,11 @@ def _measure(
         | dict(lookup)
         | ({"memory": [asdict(item) for item in usage]} if usage else {})
     )
+    way = "state carried" if first.context is None else f"windows of {plural(first.context, 'token')}"
+    way += f", {first.overlap:.0%} of each repeated" if first.context is not None and first.overlap else ""
     lines = [
         f"{first.bits_per_byte:.4f} bits per byte: {plural(first.bytes, 'byte')}, "
-        f"{plural(first.tokens, 'prediction')}, {_way(first)}, {first.bytes / seconds:,.0f} bytes/s"
+        f"{plural(first.tokens, 'prediction')}, {way}, {first.bytes / seconds:,.0f} bytes/s"
     ]
     if lookup:
         lines.append(
@@ -281,13 +283,6 @@ def _measure(
         lines.append(f"{counted:.4f} bits per byte by a 5-gram model of the training split")
     evaluation = held.report(subject, metrics, lines, facts=facts, baselines=baselines)
     return Measured(run, evaluation, [first, *rest], skipped)
-
-
-def _way(measured: Measurement) -> str:
-    if measured.context is None:
-        return "state carried"
-    repeated = f", {measured.overlap:.0%} of each repeated" if measured.overlap else ""
-    return f"windows of {plural(measured.context, 'token')}{repeated}"
 
 
 def _facts_of_run(measured: Measurement) -> dict[str, object]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -161,6 +161,10 @@ class EnlargingRows(image.ImageRows):
     def _of(self, images: Images, chosen: np.ndarray) -> EnlargingBatch:
         return self.both.of(images.pixels[chosen])
 
+    def baselines(self) -> dict[str, float]:
+        train, held_out = self.data.train.pixels[: image.COUNTED], self.data.validation.pixels[: self.examples]
+        return {"source": floors(train, held_out, self.both.factor)["source"]}
+
 
 class EnlargingLoss(image.PixelLoss):
     """-ln p of every value of a large image, given the values before it and the small image."""
@@ -198,8 +202,8 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
         "images": len(pixels), "dimensions": dimensions, "source_size": [small.height, small.width],
         "source_bits": baselines["source"], "neighbours_bits": baselines["neighbours"],
     }  # fmt: skip
-    more: dict[str, Any] = {"facts": facts, "baselines": baselines, "task": "super-resolution", "since": started_at}
-    return held.report(subject, {BITS_PER_DIM: value}, text, **more)
+    metrics, task = {BITS_PER_DIM: value}, "super-resolution"
+    return held.report(subject, metrics, text, facts=facts, baselines=baselines, task=task, since=started_at)
 
 
 # Images enlarged, value by value, and written as a PNG beside the small images.

@@ -210,7 +210,7 @@ def evaluate(
     text: list[str | TextTable] = [f"{subject.title} on {data.name}, {split} split: {shown}"]
     env = chosen or data.env
     best = data.trajectories.returns[data.trajectories.splits["train"]]
-    baselines = {"data_best": float(best.max()), "data_mean": float(best.mean())}
+    baselines = {"data_best": float(best.max()), "data_mean": float(best.mean()), "data_least": float(best.min())}
     facts: dict[str, object] = {"env": env, **baselines}
     if env is None:
         acting = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
@@ -229,7 +229,7 @@ def evaluate(
         headers = ("asked for", "return", "95 %", "steps", *optimal, "steps/s")
         lines = [[target_words(row["target"]), *cells(row), f"{row['steps_per_second']:,.0f}"] for row in rows]
         lines += [] if clone is None else [["cloned behaviour", *cells(clone), ""]]
-        for name in ("best", "mean"):
+        for name in ("best", "mean", "least"):
             lines.append([f"data, {name}", f"{baselines[f'data_{name}']:.2f}", *[""] * (len(headers) - 2)])
         context = rows[0]["context_steps"]
         how = remembering(context if isinstance(context, int) else None)

@@ -251,12 +251,16 @@ def _step(line: str) -> float:
 
 class TrainingProgress:
     """The display of metrics, tokens per second and the time left: a bar on a terminal, else a line now and then. It
-    shows nothing in ``quiet`` runs, and in all processes but the first."""
+    shows nothing in ``quiet`` runs, and in all processes but the first. ``most``: no more seconds are left, whatever
+    the total number of steps."""
 
-    def __init__(self, total: int, done: int, stream: TextIO | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, total: int, done: int, stream: TextIO | None = None, quiet: bool = False, most: float = float("inf")
+    ) -> None:
         self.total, self.quiet, self._done_before = total, quiet, done
         self._stream = tolerant(stream or sys.stderr)
         self._start = self._last_line_at = time.monotonic()
+        self._end = self._start + most
         self._last_rate = (0, 0.0)
         self._bar = _bar(self._stream) if self._stream.isatty() and not quiet else None
         self._task = self._bar.add_task("", total=total, completed=done, text="") if self._bar else None
@@ -278,6 +282,7 @@ class TrainingProgress:
         elif not self.quiet and (now - self._last_line_at >= QUIET_SECONDS or done == self.total):
             self._last_line_at = now
             left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
+            left = min(left, max(0.0, self._end - now))
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:

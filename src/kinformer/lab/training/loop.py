@@ -508,12 +508,13 @@ class Trainer:
     def run(self) -> Result:
         """Train to the end of the stage, or until the time is over or a signal comes."""
         pace = self._pace() if self.settings.minutes else None
+        most = 60 * (self.settings.minutes or math.inf) - self.seconds
         self.window = Window(self.group)
         self.group.on_first(self.checkpoints.tidy)
         self.log = Log(self.folder, self.step) if self.group.first else None
         with (
             Interrupt(self.group.world > 1, self.silent) as interrupt,
-            TrainingProgress(self.total, self.step, quiet=self.silent) as progress,
+            TrainingProgress(self.total, self.step, quiet=self.silent, most=most) as progress,
             self.storage.saves,
         ):
             self.progress = progress
