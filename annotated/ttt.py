@@ -38,7 +38,7 @@ def behind(x, z, weight, bias):
 def gradients(k, v, W, weight, bias):
     """The gradient of every token's loss for z, [batch, heads, time, d], at the weights W [batch, heads, d + 1, d]."""
     with torch.enable_grad():
-        z = with_one(k) @ W
+        z = (with_one(k) @ W).requires_grad_()
         loss = (behind(k, z, weight, bias) - v).square().sum() / 2
         return torch.autograd.grad(loss, z, create_graph=True)[0]
 

@@ -79,8 +79,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {"convolution": 0}) for name in ("comba", "gdn2", "mesanet")},
     **{name: (name, {}) for name in ("rope", "path", "dsa", "ttt")},
 }
-"""Changes of members that have not begun to recall: which of their parts is it? And the members of `since_2025.py`. Run
-only where --members names them."""
+"""Changes of members that have not begun to recall: which of their parts is it? Then the members of `since_2025.py`.
+They run only where --members names them."""
 RATES, SEEDS = (3e-3, 1e-2, 1e-3), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 

@@ -9,9 +9,9 @@ a token follows 1,024, 8,192 or 65,536 others, in processor time. Recall is the 
 layers of width 64 with one head, at 1,024 symbols and four tokens a pair. The book is `causal_members.py`'s: 800,000
 parameters, as many steps as the minutes buy at speeds measured in turns.
 
-Every finished row is in the result file, and the next call computes what is missing; the page is written anew each
-time. A time keeps the load of the machine: rows of a busy machine are marked, and are measured again where the
-machine is quiet.
+A finished row is written at once, into the result file and into the page's tables, and the next call computes the
+missing rows. A time has the load of the machine beside it. Times of a busy machine are marked, and are measured again
+on a quiet one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def recall_row(name: str, pairs: int, rate: float, seed: int, steps: int) -> Row
 
 
 class Results:
-    """The rows of the result file, by what they measure; each is written as soon as it is there."""
+    """The rows of the result file. A new row is written at once."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -115,7 +115,7 @@ def busy() -> bool:
 
 
 def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> None:
-    """What is missing of the states and tokens; tokens of a busy machine are measured again on a quiet one."""
+    """Measure the missing states and tokens, and on a quiet machine the tokens of a busy one again."""
     for length in lengths:
         for name in NAMES:
             if not results.of("state", name, length):
@@ -131,7 +131,7 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
 
 
 def recall(results: Results, steps: int) -> None:
-    """What is missing of the runs. A member's second rate is tried where the first does not solve the task."""
+    """Train the missing runs. A member's second rate is tried where the first does not solve the task."""
     options, begun = results.options, time.monotonic()
     for pairs, rate, seed in ((pairs, rate, seed) for pairs in PAIRS for rate in RATES for seed in SEEDS):
         todo = []
@@ -152,7 +152,7 @@ def recall(results: Results, steps: int) -> None:
 
 
 def book(results: Results) -> None:
-    """The speeds of members that have none, and what is missing of the seeds."""
+    """Measure the speeds of members without one, and train the missing seeds."""
     options = results.options
     options.data, options.runs = options.book, options.runs or Path("since_2025_runs")
     known = results.book or {"members": []}

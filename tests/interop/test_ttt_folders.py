@@ -40,7 +40,8 @@ def convolved(x, taps, bias):
 
 def turned(x):
     """Rotary positions of pairs of neighbours, by the place in the mini-batch."""
-    angle = (torch.arange(x.shape[2]) % SIZE)[:, None] * 10000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH)
+    rate = 10000.0 ** (-torch.arange(0, WIDTH, 2, dtype=x.dtype) / WIDTH)
+    angle = (torch.arange(x.shape[2]) % SIZE)[:, None] * rate
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1).flatten(-2)
 
@@ -56,7 +57,7 @@ def block(x, get, config):
     q, k = turned(q), turned(k)
     rate = (torch.einsum("bnc,hdc->bhn", x, get("learnable_ttt_lr_weight")) + get("learnable_ttt_lr_bias")).sigmoid()
     rate = config.get("ttt_base_lr", 1.0) * rate / WIDTH
-    index = (1 / torch.arange(1, SIZE + 1) + get("learnable_token_idx")).clamp_min(0)
+    index = (1 / torch.arange(1.0, SIZE + 1, dtype=x.dtype) + get("learnable_token_idx")).clamp_min(0)
     gamma, beta = get("ttt_norm_weight")[:, None], get("ttt_norm_bias")[:, None]
     weights, bias, outputs = get("W1")[None], get("b1")[None], []
     for start in range(0, x.shape[1], SIZE):

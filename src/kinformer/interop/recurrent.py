@@ -669,50 +669,52 @@ def _ttt(full: Settings) -> ConfigData:
 
 @dataclass(frozen=True)
 class ReadAs(Layout):
-    """Several of their tensors are one of ours, ``ours`` of them."""
+    """Their tensors become one tensor here, by the function ``ours``."""
 
-    ours: Callable[[Sequence[Tensor]], Tensor]
+    ours: Callable[[list[Tensor]], Tensor]
 
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
-        return [self.ours(tensors)]
+        return [self.ours(list(tensors))]
 
 
 def _ttt_keys(layer: ConfigView) -> tuple[Key, ...]:
     products = "qv" if layer["mixer"]["convolution"] else "qkv"
-    tensors: tuple[tuple[str, str, Layout], ...] = (
-        ("rates.weight", "learnable_ttt_lr_weight", OneByOne(lambda tensor, _: tensor.squeeze(1))),
-        ("rates.bias", "learnable_ttt_lr_bias", OneByOne(lambda tensor, _: tensor.squeeze(1))),
-        ("shares", "learnable_token_idx", SAME),
-        ("first", "W1 b1", ReadAs(lambda tensors: torch.cat(list(tensors), 1))),
-        ("inner_norm.weight", "ttt_norm_weight", SAME),
-        ("inner_norm.bias", "ttt_norm_bias", SAME),
-        # to [width, 2, channels], beginning with the token itself
-        (
-            "convolution.weight",
-            "conv_q.weight conv_k.weight",
-            ReadAs(lambda tensors: torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)),
-        ),
-        ("convolution_bias", "conv_q.bias conv_k.bias", ReadAs(lambda tensors: torch.stack(list(tensors)))),
-    )
-    block = "seq_modeling_block."
+    tensors = TTT_TENSORS | {"qkv.weight": (tuple(f"{one}_proj.weight" for one in products), torch.cat)}
     return (
         key("mixer_residual.norm", "seq_norm"),
         key("feed_forward_residual.norm", "ffn_norm"),
         *GATED,
-        key(
-            "mixer.qkv",
-            *(f"{block}{one}_proj" for one in products),
-            layout=ReadAs(lambda tensors: torch.cat(list(tensors))),
-        ),
-        *(key(f"mixer.{ours}", f"{block}{theirs}") for ours, theirs in TTT_MODULES),
         *(
-            key(f"mixer.{ours}", *(block + one for one in theirs.split()), layout=layout, tensors=("",))
-            for ours, theirs, layout in tensors
+            key(f"mixer.{ours}", *(f"seq_modeling_block.{one}" for one in theirs), layout=ReadAs(of), tensors=("",))
+            for ours, (theirs, of) in tensors.items()
         ),
     )
 
 
-TTT_MODULES = (("norm", "post_norm"), ("out", "o_proj"), ("gate", "g_proj"))
+def _stacked_taps(tensors: list[Tensor]) -> Tensor:
+    """Return [width, 2, channels], which begins with the token itself."""
+    return torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]] = {
+    "rates.weight": (("learnable_ttt_lr_weight",), lambda tensors: tensors[0].squeeze(1)),
+    "rates.bias": (("learnable_ttt_lr_bias",), lambda tensors: tensors[0].squeeze(1)),
+    "shares": (("learnable_token_idx",), _only),
+    "first": (("W1", "b1"), lambda tensors: torch.cat(tensors, 1)),
+    "inner_norm.weight": (("ttt_norm_weight",), _only),
+    "inner_norm.bias": (("ttt_norm_bias",), _only),
+    "convolution.weight": (("conv_q.weight", "conv_k.weight"), _stacked_taps),
+    "convolution_bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
+    "norm.weight": (("post_norm.weight",), _only),
+    "norm.bias": (("post_norm.bias",), _only),
+    "gate.weight": (("g_proj.weight",), _only),
+    "out.weight": (("o_proj.weight",), _only),
+}
+"""Tensors of our mixer, and theirs in the order of the function to ours."""
 TTT_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_ttt_keys)
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
 OLMO_KEYS = _keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS)

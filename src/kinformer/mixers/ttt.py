@@ -113,8 +113,8 @@ class TTTLinear(CausalMixer):
         super().__init__()
         self.dim, self.config, heads = dim, config, config.num_heads
         self.head_dim = config.head_dim or head_width(dim, heads)
-        width = heads * self.head_dim
-        parts = 2 if config.convolution else 3
+        self.width, self.context = heads * self.head_dim, max(config.convolution - 1, 0)
+        width, parts = self.width, 2 if config.convolution else 3
         self.qkv = in_blocks(nn.Linear(dim, parts * width, bias=False), *[width] * parts)
         self.convolution = CausalConvolution(config.convolution, 2, width) if config.convolution else None
         self.convolution_bias = nn.Parameter(torch.zeros(2, width)) if config.convolution else None
@@ -129,43 +129,35 @@ class TTTLinear(CausalMixer):
         self.gate = nn.Linear(dim, width, bias=False) if config.gate else None
         self.out = ResidualOutput(width, dim, bias=False)
 
-    @property
-    def _context(self) -> int:
-        return 0 if self.convolution is None else self.convolution.context
-
     def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> TTTState:
         dtype = state_dtype(dtype)
         learned = torch.zeros(batch, *self.first.shape, device=device, dtype=dtype)
-        recent = torch.zeros(batch, 1, self._context, self.norm.normalized_shape[0], device=device, dtype=dtype)
-        seen = torch.zeros(batch, device=device, dtype=torch.int64)
-        return TTTState(learned, torch.zeros_like(learned), recent, seen)
+        recent = torch.zeros(batch, 1, self.context, self.width, device=device, dtype=dtype)
+        return TTTState(learned, learned.clone(), recent, torch.zeros(batch, device=device, dtype=torch.int64))
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        numbers = 2 * self.first.numel() + self._context * self.norm.normalized_shape[0]
-        return numbers * state_dtype(dtype).itemsize + 8
+        return (2 * self.first.numel() + self.context * self.width) * state_dtype(dtype).itemsize + 8
 
     def forward(self, chunk: Chunk, state: TTTState) -> tuple[Tensor, TTTState]:
         no_weights("The output of TTT-Linear is not a sum of values: the state learns from errors.")
         x, positions, wide = select_valid(chunk.x, chunk.valid), positions_of(chunk, state.seen), state.learned.dtype
-        place = positions % self.config.mini_batch
+        place, last = positions % self.config.mini_batch, self.config.mini_batch - 1
         q, k, v, recent = self._project(x, chunk, state.recent)
         q, k = self.position.rotate(q, k, place)
-        rate = self.rates(x).transpose(1, 2).unsqueeze(-1)
+        rate = self.rates(x)
         with no_autocast(x.device):
-            q, k, v, rate = (part.to(wide) for part in (q, k, v, rate))
-            shares = (1 / torch.arange(1, len(self.shares) + 1, device=x.device) + self.shares.to(wide)).clamp_min(0)
-            one = torch.ones_like(rate)
-            rate = self.config.rate / self.head_dim * rate.sigmoid()
-            ends = torch.stack([place == 0, place == self.config.mini_batch - 1], -1)
-            flags = select_valid(torch.cat([shares[place].unsqueeze(-1), ends], -1), chunk.valid)
-            if chunk.valid is not None:
-                rate = torch.where(chunk.valid[:, None, :, None], rate, 0)
-            tokens = [q, one, k, one, v - k, rate, flags.unsqueeze(1).expand(-1, self.config.num_heads, -1, -1)]
-            reset = real_resets(chunk)
-            slots, index = self._mini_batches(torch.cat(tokens, -1), place, reset)
-            z, learned, gradient = self._descend(slots, state, shares[-1], reset is not None)
-            if index is not None:
-                z = z.gather(2, index[..., : self.head_dim])
+            q, k, v = (part.to(wide) for part in (q, k, v))
+            shares = 1 / torch.arange(1, last + 2, device=x.device, dtype=wide) + self.shares.to(wide)
+            shares = shares.clamp_min(0)
+            rate = self.config.rate / self.head_dim * rate.to(wide).sigmoid().unsqueeze(-1)
+            one, reset = torch.ones_like(q[..., :1]), real_resets(chunk)
+            flags = torch.stack([shares[place], place == last, *([] if reset is None else [reset])], -1).unsqueeze(2)
+            # Zeros at padding, which then changes nothing.
+            flags = select_valid(torch.cat([rate, flags.expand(-1, -1, rate.shape[2], -1)], -1), chunk.valid)
+            tokens = torch.cat([q, one, k, one, v - k, flags.transpose(1, 2)], -1)
+            slots, index = self._mini_batches(tokens, place, reset)
+            z, learned, gradient = self._descend(slots, state, shares[-1])
+            z = z if index is None else z.gather(2, index[..., : self.head_dim])
             heads = q + (z if self.inner_norm is None else self.inner_norm(z))
         y = self.norm(merge_heads(heads).to(x.dtype))
         if self.gate is not None:
@@ -175,7 +167,7 @@ class TTTLinear(CausalMixer):
 
     def _project(self, x: Tensor, chunk: Chunk, recent: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v [batch, heads, time, head_dim], and the tokens that later ones need."""
-        parts = self.qkv(x).split(self.norm.normalized_shape[0], -1)
+        parts = self.qkv(x).split(self.width, -1)
         if self.convolution is not None and self.convolution_bias is not None:
             both, recent = self.convolution(parts[0].unsqueeze(1), recent, chunk.valid, real_resets(chunk))
             parts = (*(both + self.convolution_bias.to(both.dtype).unsqueeze(1)).unbind(1), parts[1])
@@ -198,34 +190,29 @@ class TTTLinear(CausalMixer):
         slots = tokens.new_zeros(*tokens.shape[:2], count * size, tokens.shape[3]).scatter(2, index, tokens)
         return slots.unflatten(2, (count, size)), index
 
-    def _descend(self, slots: Tensor, state: TTTState, share: Tensor, resets: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _descend(self, slots: Tensor, state: TTTState, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z = [q_t, 1] (W_m - s_i G_t) of all slots, and the state's leaves ``learned`` and ``gradient`` after
         them. ``slots`` as of :meth:`_mini_batches`; ``share``: s_b."""
-        wide = self.head_dim + 1
-        q, k, target, rate, shares, begins, ends = slots.split([wide, wide, self.head_dim, 1, 1, 1, 1], -1)
-        products = shares * (q @ k.mT).tril()
-        both = torch.cat([k, q], 3)
-        weights, gradient, outputs = self.first.to(slots.dtype) + state.learned, state.gradient, []
-        for index in range(slots.shape[2]):
-            if resets:
-                begin = begins[:, :, index, :1] > 0
-                weights = torch.where(begin, self.first.to(slots.dtype), weights)
-                gradient = torch.where(begin, 0, gradient)
-            at_k, z = (both[:, :, index] @ weights).chunk(2, 2)
-            error = (
-                at_k - target[:, :, index]
-                if self.inner_norm is None
-                else self.inner_norm.gradient(at_k, target[:, :, index])
-            )
-            error = rate[:, :, index] * error
-            z = z - products[:, :, index] @ error
+        wide, first = self.head_dim + 1, self.first.to(slots.dtype)
+        q, k, target, flags = slots.split([wide, wide, self.head_dim, slots.shape[-1] - 2 * wide - self.head_dim], -1)
+        rate, shares, ends, *resets = flags.split(1, -1)
+        parts = [torch.cat([k, q], 3), shares * (q @ k.mT).tril(), k, target, rate, ends[..., -1:, :]]
+        weights, gradient, outputs = first + state.learned, state.gradient, []
+        for index, part in enumerate(zip(*(part.unbind(2) for part in parts), strict=True)):
+            both, products, k, target, rate, end = part
+            for reset in resets:
+                begins = reset[:, :, index, :1] > 0
+                weights, gradient = torch.where(begins, first, weights), torch.where(begins, 0, gradient)
+            at_k, z = (both @ weights).chunk(2, 2)
+            error = at_k - target if self.inner_norm is None else self.inner_norm.gradient(at_k, target)
+            error = rate * error
+            z = z - products @ error
             if not index:  # only the first mini-batch has tokens before the chunk
-                z = z - shares[:, :, index] * (q[:, :, index] @ gradient)
+                z = z - shares[:, :, 0] * (q[:, :, 0] @ gradient)
             outputs.append(z)
-            gradient = gradient + k[:, :, index].mT @ error
-            full = ends[:, :, index, -1:]
-            weights, gradient = weights - full * share * gradient, (1 - full) * gradient
-        return torch.cat(outputs, 2), weights - self.first.to(slots.dtype), gradient
+            gradient = gradient + k.mT @ error
+            weights, gradient = weights - end * share * gradient, (1 - end) * gradient
+        return torch.cat(outputs, 2), weights - first, gradient
 
 
 PARTS = {"TTTLinear": TTTLinear.Config}
