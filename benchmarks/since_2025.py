@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,6 @@ def built(name: str, dim: int) -> CausalMixer:
     return layer
 
 
-def state_row(name: str, length: int, dim: int) -> Row:
-    return {"bytes": built(name, dim).state_bytes(length)}
-
-
 def token_row(name: str, length: int, dim: int, rounds: int) -> Row:
     """Milliseconds of a token behind ``length`` others, absorbed some thousand at a time, and the load meanwhile."""
     mixer, state = built(name, dim).eval(), None
@@ -79,7 +76,9 @@ def token_row(name: str, length: int, dim: int, rounds: int) -> Row:
 
 
 def recall_row(name: str, pairs: int, rate: float, seed: int, steps: int) -> Row:
-    recipe = mqar.Recipe(pairs, 4 * pairs, ROWS[pairs], steps, "cuda" if torch.cuda.is_available() else "cpu", SYMBOLS)
+    recipe = mqar.Recipe(
+        pairs, 4 * pairs, ROWS.get(pairs, 4), steps, "cuda" if torch.cuda.is_available() else "cpu", SYMBOLS
+    )
     row = mqar.train(mqar.Run(name, rate, seed), recipe)
     return {key: row[key] for key in ("accuracy", "steps", "state_bytes", "parameters", "seconds", "curve")}
 
@@ -119,7 +118,9 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
     for length in lengths:
         for name in NAMES:
             if not results.of("state", name, length):
-                results.add({"what": "state", "member": name, "size": length, **state_row(name, length, dim)})
+                size = built(name, dim).state_bytes(length)
+                results.rows.append({"what": "state", "member": name, "size": length, "bytes": size})
+    results.write()
     if results.options.states:
         return
     for length in lengths:
@@ -130,10 +131,10 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
                 print(f"a token of {name} after {length}: {results.rows[-1]['ms']:.2f} ms", flush=True)
 
 
-def recall(results: Results, steps: int) -> None:
+def recall(results: Results, sizes: Sequence[int], steps: int) -> None:
     """Train the missing runs. A member's second rate is tried where the first does not solve the task."""
     options, begun = results.options, time.monotonic()
-    for pairs, rate, seed in ((pairs, rate, seed) for pairs in PAIRS for rate in RATES for seed in SEEDS):
+    for pairs, rate, seed in product(sizes, RATES, SEEDS):
         todo = []
         for name in NAMES:
             rows = results.of("recall", name, pairs)
@@ -257,13 +258,12 @@ def main() -> None:
     if options.book:
         book(results)
     elif options.recall:
-        recall(results, 20 if options.quick else options.steps)
+        recall(results, *(((8,), 10) if options.quick else (PAIRS, options.steps)))
     else:
         lengths = (64, 128) if options.quick else LENGTHS
         layers(results, lengths, DIM, options.rounds or (1 if options.quick else 5))
     for title, (columns, cells) in tables(results).items():
         show(title, ("member", *columns), [[name, *row] for name, row in cells.items()])
-    results.write()
 
 
 if __name__ == "__main__":
