@@ -112,9 +112,12 @@ class PositionConfig(Config):
     bounded_by_training: ClassVar[bool] = False
 
     def build(self, dim: int) -> Position:
-        """Build for vectors of width ``dim``; raise where the encoding can only be built for heads."""
-        if type(self).build_heads is not PositionConfig.build_heads:
-            raise self._misplaced(at_tokens=True)
+        """Build for vectors of width ``dim``; raise where the encoding can only be built for a model, or for heads."""
+        heads, model = (
+            getattr(type(self), name) is not getattr(PositionConfig, name) for name in ("build_heads", "build_model")
+        )
+        if heads or model:
+            raise self._misplaced(at_tokens=heads)
         return self.builds(self, dim)
 
     def build_model(self, dim: int, depth: int) -> Position:
