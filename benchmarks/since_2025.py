@@ -92,6 +92,7 @@ class Results:
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() and not options.quick else {}
         self.rows: list[Row] = known.get("rows", [])
         self.book: Row | None = known.get("book")
+        self.names = options.members or NAMES
 
     def of(self, what: str, name: str | None = None, size: int | None = None) -> list[Row]:
         wanted = {"what": what, "member": name, "size": size}
@@ -116,7 +117,7 @@ def busy() -> bool:
 def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> None:
     """Measure the missing states and tokens, and on a quiet machine the tokens of a busy one again."""
     for length in lengths:
-        for name in NAMES:
+        for name in results.names:
             if not results.of("state", name, length):
                 size = built(name, dim).state_bytes(length)
                 results.rows.append({"what": "state", "member": name, "size": length, "bytes": size})
@@ -124,7 +125,7 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
     if results.options.states:
         return
     for length in lengths:
-        for name in NAMES:
+        for name in results.names:
             known = results.of("token", name, length)
             if not known or (known[0]["load"] > QUIET and not busy()):
                 results.add({"what": "token", "member": name, "size": length, **token_row(name, length, dim, rounds)})
@@ -136,7 +137,7 @@ def recall(results: Results, sizes: Sequence[int], steps: int) -> None:
     options, begun = results.options, time.monotonic()
     for pairs, rate, seed in product(sizes, RATES, SEEDS):
         todo = []
-        for name in NAMES:
+        for name in results.names:
             rows = results.of("recall", name, pairs)
             done = any((row["rate"], row["seed"]) == (rate, seed) for row in rows)
             if not done and all(row["accuracy"] < mqar.SOLVED for row in rows if row["seed"] == seed):
@@ -158,7 +159,7 @@ def book(results: Results) -> None:
     options.data, options.runs = options.book, options.runs or Path("since_2025_runs")
     known = results.book or {"members": []}
     rows = {row["name"] for row in known["members"]}
-    if missing := [name for name in NAMES if name not in rows]:
+    if missing := [name for name in results.names if name not in rows]:
         # with the first one again, whose speed tells how the machine differs
         measured = equal_minutes.begun(options, options.runs, list(dict.fromkeys([NAMES[0], *missing])), {})
         new = [row for row in measured["members"] if row["name"] not in rows]
@@ -166,7 +167,7 @@ def book(results: Results) -> None:
         results.write()
     result = results.book
     assert result is not None
-    todo = equal_minutes.jobs(options, result, NAMES, {})
+    todo = equal_minutes.jobs(options, result, results.names, {})
     for job, values in equal_minutes.train(options, options.runs, todo, result["minutes"]):
         row = next(row for row in result["members"] if row["name"] == job.name)
         row["bits_per_byte"][str(job.seed)] = values.bits
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--recall", action="store_true", help="only recall")
     parser.add_argument("--book", help="only the book in this text file")
     parser.add_argument("--runs", type=Path, help="where the book's runs are kept")
+    parser.add_argument("--members", nargs="+", help="only these")
     parser.add_argument("--steps", type=int, default=2000, help="steps of recall at most")
     parser.add_argument("--limit", type=float, default=float("inf"), help="minutes after which no recall begins")
     parser.add_argument("--minutes", type=float, default=1.5, help="the budget of each run on the book")
@@ -258,7 +260,7 @@ def main() -> None:
     if options.book:
         book(results)
     elif options.recall:
-        recall(results, *(((8,), 10) if options.quick else (PAIRS, options.steps)))
+        recall(results, *(((8,), 20) if options.quick else (PAIRS, options.steps)))
     else:
         lengths = (64, 128) if options.quick else LENGTHS
         layers(results, lengths, DIM, options.rounds or (1 if options.quick else 5))
