@@ -27,7 +27,7 @@ from kinformer.runtime.errors import KinformerError
 
 TRAINING: dict[str, Any] = {
     "sweep": 0, "lr": 0.01, "parameters": 800_000, "train_tokenizer": 4096, "ema": 0.07, "batch_size": 2,
-    "length": 256, "max_bytes": 100_000, "contexts": "1x", "lengths": "512",
+    "length": 256, "first": 100_000, "contexts": "1x", "lengths": "512",
 }  # fmt: skip
 """How every entrant is trained and measured."""
 

@@ -76,8 +76,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "forgetting, gate of temperature 16": ("forgetting", {"decay.temperature": 16.0}),
     "routing, one cluster": ("routing", {"local_heads": 0, "num_clusters": 1, "window": 64}),
     "routing, two clusters, windows of 32": ("routing", {"local_heads": 0, "num_clusters": 2, "window": 32}),
+    **{name: (name, {"convolution": 0}) for name in ("comba", "gdn2", "mesanet")},
+    **{name: (name, {}) for name in ("rope", "path", "dsa", "ttt")},
 }
-"""Changes of members that have not begun to recall: which of their parts is it? Run only where --members names them."""
+"""Changes of members that have not begun to recall: which of their parts is it? Then the members of `since_2025.py`.
+They run only where --members names them."""
 RATES, SEEDS = (3e-3, 1e-2, 1e-3), (0, 1, 2)
 SOLVED, EXAM, PATIENCE = 0.99, 512, 100
 
@@ -139,18 +142,19 @@ class Run(NamedTuple):
 
 class Recipe(NamedTuple):
     """What all runs have in common: rows of ``length`` tokens with ``pairs`` keys, ``rows`` of them in each of at most
-    ``steps`` steps, on a device."""
+    ``steps`` steps, on a device; keys and values are among ``symbols``."""
 
     pairs: int
     length: int
     rows: int
     steps: int
     device: str
+    symbols: int = SYMBOLS
 
     @property
     def data(self) -> Recall:
         """The rows of the task."""
-        return Recall(pairs=(self.pairs,), symbols=SYMBOLS)
+        return Recall(pairs=(self.pairs,), symbols=self.symbols)
 
     def batch(self, split: str, part: int, rows: int, seed: int = 0) -> ScoredBatch:
         """Rows on the device."""
@@ -158,13 +162,13 @@ class Recipe(NamedTuple):
         return ScoredBatch(*(None if x is None else x.to(self.device) for x in drawn))  # type: ignore[arg-type]
 
 
-def build(member: str) -> Decoder:
+def build(member: str, symbols: int) -> Decoder:
     base, further = VARIANTS[member] if member in VARIANTS else (member, MEMBERS[member])
     changes = {f"layers.0.mixer.{path}": value for path, value in {**further, "num_heads": 1}.items()}
     mixer = configure(base, "small", set=changes).layers[0].mixer
     layer = DecoderLayer.Config(mixer=Convolution.Config(), further_mixers=(mixer,), feed_forward=Nothing.Config())
     return Decoder.Config(
-        input=Tokens.Config(vocab_size=SYMBOLS),
+        input=Tokens.Config(vocab_size=symbols),
         dim=DIM,
         layers=(layer,) * DEPTH,
         position=NoPosition.Config(),
@@ -187,7 +191,7 @@ def train(run: Run, recipe: Recipe) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    model, begun, steps = build(run.member).to(recipe.device), time.monotonic(), recipe.steps
+    model, begun, steps = build(run.member, recipe.symbols).to(recipe.device), time.monotonic(), recipe.steps
     engine = ObjectiveModule(model, RecallLoss(recipe.data.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)

@@ -253,6 +253,23 @@ def _training_step(data: Any) -> list[Plot]:
     return [Bars("tokens a second", groups)]
 
 
+def _since_2025(data: Any) -> list[Plot]:
+    """Bytes of states and milliseconds of tokens by length, right answers by pairs; without the parts not run yet."""
+    plots: list[Plot] = []
+    for what, x, y, value in (
+        ("state", "tokens", "state, KiB", lambda row: row["bytes"] / 1024),
+        ("token", "tokens before", "ms per token", lambda row: row["ms"]),
+        ("recall", "pairs", "right answers", lambda row: row["accuracy"]),
+    ):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in data["rows"]:
+            if row["what"] == what:
+                series.setdefault(row["member"], []).append((row["size"], value(row)))
+        if series:
+            plots.append(Lines(x, y, series, "xy" if what != "recall" else ""))
+    return plots
+
+
 PLOTS: dict[str, Callable[[Any], list[Plot]]] = {
     "acting": _acting,
     "calm": _calm,
@@ -295,6 +312,7 @@ PLOTS: dict[str, Callable[[Any], list[Plot]]] = {
     ),
     "returns": _returns,
     "reversible": _reversible,
+    "since_2025": _since_2025,
     "small_operations": _small_operations,
     "sparse": _sparse,
     "speech": _speech,

@@ -101,7 +101,7 @@ def test_an_architecture_of_transformers_leaves_as_it_came(name, tmp_path):
 def test_which_architectures_are_imported_alone():
     assert {kind for kind, one in ARCHITECTURES.items() if not one.exported} == {
         *("modernbert", "t5", "mt5", "umt5", "bart", "mbart", *LEFT_WITH_CODE),
-        *("gated_deltanet", "comba", "delta_net", "mesa_net", "gla", "retnet", "path_attn"),
+        *("gated_deltanet", "comba", "delta_net", "mesa_net", "gla", "retnet", "path_attn", "ttt"),
     }
 
 

@@ -27,8 +27,8 @@ def refusal(folder):
     return None
 
 
-FLA = ("gated_deltanet", "comba", "delta_net", "mesa_net", "gla", "retnet", "path_attn")
-"""The architectures of flash-linear-attention, which transformers does not know."""
+FLA = ("gated_deltanet", "comba", "delta_net", "mesa_net", "gla", "retnet", "path_attn", "ttt")
+"""The architectures of flash-linear-attention and of TTT-Linear's authors, which transformers does not know."""
 
 
 @pytest.fixture(scope="module")

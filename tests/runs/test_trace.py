@@ -23,7 +23,7 @@ from tests.cli.conftest import gpt_run, make_run  # noqa: F401 (fixtures)
 from tests.comparison.browser import Browser
 from tests.members import CAUSAL, ENCODERS
 
-WITHOUT_WEIGHTS = {"differential", "rwkv7", "sha-rnn", "star", "tensorized", "universal"}
+WITHOUT_WEIGHTS = {"differential", "rwkv7", "sha-rnn", "star", "tensorized", "ttt", "universal"}
 """Members with mixers that have no weights over tokens."""
 TEXT = "wind sings under the tree"
 PARTIAL = {"compressive", "memorizing", "linformer", "nsa"}

@@ -28,6 +28,7 @@ WHY_NOT = {
     "pkm": "sparse gradients",
     "sha-rnn": "every unit reads all units",
     "tensorized": "without heads",
+    "ttt": "one norm is over all its heads",
     "longformer": "the projection of a part of its heads",
     "big-bird": "another one for every head",
     "blockbert": "another one for every head",

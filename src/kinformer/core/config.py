@@ -97,7 +97,7 @@ class Config(metaclass=_Typed):
         require_ranges(values, least, above)
         return super().__new__(cls)
 
-    def builds(self, *sizes: object) -> Any:
+    def builds(self, *sizes: object, **values: object) -> Any:
         """Raise for a config class that does not stand in a class."""
         raise NotImplementedError(
             f"{type(self).__qualname__} does not stand in the class that it builds; define build."

@@ -113,7 +113,12 @@ class PositionConfig(Config):
 
     def build(self, dim: int) -> Position:
         """Build for vectors of width ``dim``; raise where the encoding can only be built for a model, or for heads."""
-        raise self._misplaced(at_tokens=type(self).build_heads is not PositionConfig.build_heads)
+        heads, model = (
+            getattr(type(self), name) is not getattr(PositionConfig, name) for name in ("build_heads", "build_model")
+        )
+        if heads or model:
+            raise self._misplaced(at_tokens=heads)
+        return self.builds(self, dim)
 
     def build_model(self, dim: int, depth: int) -> Position:
         """Build the model's position; raise for an encoding that acts only inside attention."""
@@ -145,7 +150,7 @@ class PatternConfig(Config):
     slot = "pattern"
 
     def build(self) -> Pattern:
-        raise NotImplementedError
+        return self.builds(**vars(self))
 
 
 def check_heads(config: PatternConfig, pattern: Pattern, num_heads: int) -> None:
@@ -203,7 +208,7 @@ class ScoreConfig(Config):
     slot = "score"
 
     def build(self, num_heads: int, head_dim: int) -> Score:
-        raise NotImplementedError
+        return self.builds(self, num_heads, head_dim)
 
 
 def check_score(config: ScoreConfig, score: Score, position: Position) -> None:
@@ -261,7 +266,7 @@ class ProjectionConfig(Config):
     slot = "projection"
 
     def build(self, dim: int, num_heads: int, head_dim: int) -> Projection:
-        raise NotImplementedError
+        return self.builds(self, dim, num_heads, head_dim)
 
     def part(self, parts: int) -> ProjectionConfig:
         """Return the config for one of ``parts`` equal parts of the heads (``core.contract``)."""
@@ -354,6 +359,9 @@ class FeatureMap(nn.Module):
     positive_on_average: bool = False
     bounded: bool = False
     scaled: bool = False
+
+    def __init__(self, *config_and_sizes: object) -> None:
+        super().__init__()
 
     def size(self, head_dim: int) -> int:
         return head_dim
@@ -737,7 +745,7 @@ class SpanConfig(Config):
 
     def build(self, dim: int, num_heads: int, cut: Cut) -> Span | TokenSpan:
         """Build a span; ``cut(windows)`` is the mixer's pattern where heads see so far."""
-        raise NotImplementedError
+        return self.builds(self, dim, num_heads, cut)
 
 
 def relative_of(position: Position, span: Span | TokenSpan | None, farthest: int) -> Relative | None:

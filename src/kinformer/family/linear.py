@@ -511,6 +511,41 @@ MESANET = Member(
 )
 
 
+# TTT-Linear: the state is a linear model, which takes a step of gradient descent for every mini-batch of tokens.
+
+_TTT: Settings = {"mixer": "ttt"}
+_TTT_LLAMA: Settings = llama(1e-6, "swiglu", hidden_dim=5504) | {"head": part("language", tied=True)}
+
+TTT = Member(
+    name="ttt",
+    title="TTT-Linear",
+    paper="Sun et al. 2024, Learning to (Learn at Test Time): RNNs with Expressive Hidden States (arXiv 2407.04620)",
+    year=2024,
+    axes=("recurrence",),
+    causal=True,
+    growth="constant",
+    departures=(
+        "a chunk may end anywhere in a mini-batch (the authors' code: only where it is followed by single tokens)",
+        "a GELU feed-forward and layer norms around it in all recipes but paper and paper-mamba",
+    ),
+    exact_limit="no finite limit; without the inner norm it is the delta rule with mini-batches of one token, and "
+    "linear attention with a single mini-batch",
+    parity=(
+        "the gradient of every token by autograd, in float64 (tests/mixers/test_ttt.py)",
+        "the authors' TTT-Linear, whole, written from its formulas (tests/interop/test_ttt_folders.py)",
+    ),
+    use_when="you study states that learn: the model in the state, its loss and its learning rate are in sight",
+    avoid_when="time decides: the mini-batches of a text are computed one after the other",
+    recipes={
+        **sizes(_TTT),
+        "paper": Recipe(2048, 24, 32, _TTT, _TTT_LLAMA, vocab_size=32_000),
+        "paper-mamba": Recipe(
+            2048, 24, 32, _TTT, _TTT_LLAMA, {"mixer.gate": True, "mixer.convolution": 4}, vocab_size=32_000
+        ),
+    },
+)
+
+
 # GLA: gated linear attention, whose state decays by token and channel.
 
 _GLA: Settings = {
@@ -659,6 +694,6 @@ RWKV7 = Member(
 
 
 MEMBERS = (
-    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, MESANET, GLA, MAMBA2,
-    RWKV7,
+    LINEAR_TRANSFORMER, FAST_WEIGHTS, PERFORMER, RFA, RETNET, GATED_DELTANET, COMBA, KDA, GDN2, MESANET, TTT, GLA,
+    MAMBA2, RWKV7,
 )  # fmt: skip

@@ -8,16 +8,20 @@ of Qwen3-Next may be mixtures of experts.
 
 Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They
 have RMSNorm, a gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax
-attention with rotary positions.
+attention with rotary positions. TTT-Linear is of its authors (ttt-lm-pytorch).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from reprlib import repr as excerpt
+
+import torch
+from torch import Tensor
 
 from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.experts import (
@@ -58,7 +62,7 @@ from kinformer.interop.key_map import (
     key,
 )
 from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
-from kinformer.interop.settings import FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
+from kinformer.interop.settings import COMMON, FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -634,6 +638,84 @@ PATH_KEYS = (
     key("mixer.strength", "attn.bt_proj"),
     key("mixer.decay.gate", "attn.g_proj"),
 )
+
+
+# TTT-Linear, which is read only.
+
+TTT = Table(
+    COMMON,
+    rms_norm_eps=At(1e-6, "layers.norm.eps"),
+    max_position_embeddings=2048,
+    tie_word_embeddings=At(True, "head.tied"),
+    mini_batch_size=At(16, "layers.mixer.mini_batch"),
+    ttt_base_lr=At(1.0, "layers.mixer.rate", Settings.positive),
+    use_gate=At(False, "layers.mixer.gate"),
+    share_qk=False,
+    conv_kernel=4,
+)
+TTT_REQUIRED = {"ttt_layer_type": "linear", "pre_conv": False, "hidden_act": "silu", "rope_theta": 10000.0}
+
+
+def _ttt(full: Settings) -> ConfigData:
+    layer = {
+        "kind": "decoder",
+        "mixer": {"kind": "ttt", "convolution": full.several("conv_kernel") if full.switch("share_qk") else 0},
+        "feed_forward": {"kind": "swiglu", "bias": False},
+        "norm": {"kind": "rms_norm"},
+        "residual": "pre",
+    }
+    return decoder_of(full, TTT, layer)
+
+
+@dataclass(frozen=True)
+class ReadAs(Layout):
+    """Their tensors become one tensor here, by the function ``ours``."""
+
+    ours: Callable[[list[Tensor]], Tensor]
+
+    def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
+        return [self.ours(list(tensors))]
+
+
+def _ttt_keys(layer: ConfigView) -> tuple[Key, ...]:
+    products = "qv" if layer["mixer"]["convolution"] else "qkv"
+    tensors = TTT_TENSORS | {"qkv.weight": (tuple(f"{one}_proj.weight" for one in products), torch.cat)}
+    return (
+        key("mixer_residual.norm", "seq_norm"),
+        key("feed_forward_residual.norm", "ffn_norm"),
+        *GATED,
+        *(
+            key(f"mixer.{ours}", *(f"seq_modeling_block.{one}" for one in theirs), layout=ReadAs(of), tensors=("",))
+            for ours, (theirs, of) in tensors.items()
+        ),
+    )
+
+
+def _stacked_taps(tensors: list[Tensor]) -> Tensor:
+    """Return [width, 2, channels], which begins with the token itself."""
+    return torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)
+
+
+def _only(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]] = {
+    "rates.weight": (("learnable_ttt_lr_weight",), lambda tensors: tensors[0].squeeze(1)),
+    "rates.bias": (("learnable_ttt_lr_bias",), lambda tensors: tensors[0].squeeze(1)),
+    "shares": (("learnable_token_idx",), _only),
+    "first": (("W1", "b1"), lambda tensors: torch.cat(tensors, 1)),
+    "inner_norm.weight": (("ttt_norm_weight",), _only),
+    "inner_norm.bias": (("ttt_norm_bias",), _only),
+    "convolution.weight": (("conv_q.weight", "conv_k.weight"), _stacked_taps),
+    "convolution_bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
+    "norm.weight": (("post_norm.weight",), _only),
+    "norm.bias": (("post_norm.bias",), _only),
+    "gate.weight": (("g_proj.weight",), _only),
+    "out.weight": (("o_proj.weight",), _only),
+}
+"""Tensors of our mixer, and theirs in the order of the function to ours."""
+TTT_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_ttt_keys)
 FLA_KEYS = KeyMap(model=ends_of_model("embeddings", "norm"), layer=_layer_keys)
 OLMO_KEYS = _keys(SAME, APART, _softmax_keys(SAME, gated=False), OLMO_NORMS)
 NEXT = QWEN3_NEXT, _qwen3_next, _write_qwen3_next, _qwen_keys(linear=FUSED)
@@ -652,6 +734,7 @@ ARCHITECTURES = {
     "kimi_linear": KimiLinear(
         "Kimi Linear", "kda", "", KIMI, _kimi, keys=KIMI_KEYS, required=KIMI_REQUIRED, names=KIMI_NAMES
     ),
+    "ttt": Decoder("TTT-Linear", "ttt", "", TTT, _ttt, keys=TTT_KEYS, required=TTT_REQUIRED),
     **{
         kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
         for kind, title, member, table, required, mixer in (

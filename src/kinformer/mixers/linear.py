@@ -348,8 +348,11 @@ class LinearAttention(Crosses, CausalMixer):
         if self.config.steps > 1:
             no_weights(f"A token writes {self.config.steps} values in this layer, so no weight belongs to a token.")
         heads = probe("values", self.rule.values(self._by_head(in_range(v), self.value_dim), x), implied=KERNEL)
-        new = KernelTokens(q, k, heads, strengths, log_decay, reset, chunk.valid, positions, x)
-        y, (kv, z) = self._update(new, LinearState(state.kv, state.z), state.seen)
+        new = KernelTokens(
+            q, k, heads, strengths, log_decay, reset, chunk.valid, positions, x, state.seen, self.crossing
+        )
+        y, (kv, z) = self.rule(new, LinearState(state.kv, state.z))
+        y = y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * heads
 
         y = self._output(probe("outputs", y), x, v.dtype, chunk.valid)
         return y, KernelState(kv, z, recent, maximum, seen)
@@ -401,11 +404,6 @@ class LinearAttention(Crosses, CausalMixer):
         # ``where`` rather than a product: 0 * inf of a padding key would be NaN.
         k = torch.where(mask.unsqueeze(-1), k, k.new_zeros(()))
         return k, None if beta is None else torch.where(mask, beta, beta.new_zeros(()))
-
-    def _update(self, tokens: KernelTokens, state: LinearState, seen: Tensor) -> tuple[Tensor, LinearState]:
-        """Return the heads' outputs [batch, heads, time, value_dim] and the state after the chunk."""
-        y, state = self.rule(tokens, state, seen, self.crossing)
-        return y if self.skip is None else y + self.skip.to(y.dtype).view(-1, 1, 1) * tokens.v, state
 
     def _output(self, y: Tensor, x: Tensor, dtype: torch.dtype, valid: Tensor | None) -> Tensor:
         if self.config.scale:

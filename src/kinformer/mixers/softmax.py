@@ -47,11 +47,11 @@ from kinformer.parts.decays import DecayConfig, DecayReach, build_score_decay
 from kinformer.parts.output_parts import (
     Exclusive,
     Gate,
+    OutputNorm,
     OutputNormKind,
     ValueResidual,
     build_differential,
     build_gate,
-    build_norm,
     written,
 )
 from kinformer.parts.patterns.sequence import Causal, spanned
@@ -111,7 +111,7 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
         self.differential = build_differential(config.differential, config.num_heads, kv_heads, head_dim, self.position)
         self.exclusive = Exclusive(config.num_heads) if config.exclusive else None
         self.gate = build_gate(config.gate, dim, config.num_heads, head_dim)
-        self.head_norm = build_norm(config.head_norm, config.num_heads, head_dim)
+        self.head_norm = None if config.head_norm == "none" else OutputNorm(config.num_heads, head_dim)
         self.out = config.projection.build_output(dim, config.num_heads, head_dim, config.bias)
         self.growth = "linear" if self.pattern.horizon is None else "window"
         narrow = config.cache == "int8"

@@ -23,6 +23,7 @@ import kinformer.mixers.recurrent
 import kinformer.mixers.sinkhorn
 import kinformer.mixers.softmax
 import kinformer.mixers.tensorized
+import kinformer.mixers.ttt
 import kinformer.models.decoder
 import kinformer.models.encoder
 import kinformer.parts.decays
@@ -163,6 +164,7 @@ CrossAttention = kinformer.mixers.cross.CrossAttention.Config
 LinearCrossAttention = kinformer.mixers.cross.LinearCrossAttention.Config
 LinformerCrossAttention = kinformer.mixers.cross.LinformerCrossAttention.Config
 PathAttention = kinformer.mixers.path.PathAttention.Config
+TTTLinear = kinformer.mixers.ttt.TTTLinear.Config
 RotaryPositions = kinformer.parts.relative_positions.Rope.Config
 ShawPositions = kinformer.parts.relative_positions.Shaw.Config
 TransformerXLPositions = kinformer.parts.relative_positions.TransformerXL.Config

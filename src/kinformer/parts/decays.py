@@ -75,12 +75,9 @@ class Fixed(FollowsHeads, Decay):
         ABOVE = {"first": 0}
         first: float = 5.0
 
-        def build(self, dim: int, num_heads: int, features: int) -> Fixed:
-            return Fixed(self.first, num_heads)
-
-    def __init__(self, first: float, num_heads: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
         super().__init__()
-        self.first, self.num_heads = first, num_heads
+        self.first, self.num_heads = config.first, num_heads
 
     def follow(self, whole: Fixed, part: int) -> None:
         self.first = whole.first + part * self.num_heads
@@ -109,10 +106,7 @@ class Sigmoid(Decay):
         coupled: bool = True
         temperature: float = 1.0
 
-        def build(self, dim: int, num_heads: int, features: int) -> Sigmoid:
-            return Sigmoid(self, dim, num_heads)
-
-    def __init__(self, config: Config, dim: int, num_heads: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
         super().__init__()
         self.coupled, self.temperature = config.coupled, config.temperature
         self.gate = nn.Linear(dim, num_heads)
@@ -139,12 +133,9 @@ class Softplus(Decay):
         kind = "softplus"
         coupled: bool = False
 
-        def build(self, dim: int, num_heads: int, features: int) -> Softplus:
-            return Softplus(dim, num_heads, self.coupled)
-
-    def __init__(self, dim: int, num_heads: int, coupled: bool) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, features: int) -> None:
         super().__init__()
-        self.coupled = coupled
+        self.coupled = config.coupled
         self.gate = nn.Linear(dim, num_heads, bias=False)
         self.log_rate = nn.Parameter(torch.empty(num_heads).uniform_(1e-4, _LARGEST).log_())
         self.step = nn.Parameter(first_steps(num_heads))

@@ -27,9 +27,6 @@ class Identity(FeatureMap):
     class Config(FeatureMapConfig):
         kind = "identity"
 
-        def build(self, head_dim: int) -> Identity:
-            return Identity()
-
     def forward(self, x: Tensor) -> Tensor:
         return x
 
@@ -41,9 +38,6 @@ class Elu(FeatureMap):
     class Config(FeatureMapConfig):
         kind = "elu"
 
-        def build(self, head_dim: int) -> Elu:
-            return Elu()
-
     def forward(self, x: Tensor) -> Tensor:
         return functional.elu(x) + 1
 
@@ -54,9 +48,6 @@ class Relu(FeatureMap):
     @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "relu"
-
-        def build(self, head_dim: int) -> Relu:
-            return Relu()
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu()
@@ -76,14 +67,11 @@ class Dpfp(FeatureMap):
         kind = "dpfp"
         nu: int = 1
 
-        def build(self, head_dim: int) -> Dpfp:
-            if not 1 <= self.nu < 2 * head_dim:
-                raise KinformerError(f"nu must be 1 to {2 * head_dim - 1} for head_dim {head_dim}, but is {self.nu}.")
-            return Dpfp(self.nu)
-
-    def __init__(self, nu: int) -> None:
+    def __init__(self, config: Config, head_dim: int) -> None:
         super().__init__()
-        self.nu = nu
+        self.nu = config.nu
+        if not 1 <= self.nu < 2 * head_dim:
+            raise KinformerError(f"nu must be 1 to {2 * head_dim - 1} for head_dim {head_dim}, but is {self.nu}.")
 
     def size(self, head_dim: int) -> int:
         return 2 * head_dim * self.nu
@@ -109,12 +97,9 @@ class Quadratic(FeatureMap):
         LEAST = {"c": 0}  # its root is a feature
         c: float = 1.0
 
-        def build(self, head_dim: int) -> Quadratic:
-            return Quadratic(self.c)
-
-    def __init__(self, c: float) -> None:
+    def __init__(self, config: Config, head_dim: int) -> None:
         super().__init__()
-        self.c = c
+        self.c = config.c
 
     def size(self, head_dim: int) -> int:
         return head_dim * (head_dim + 1) // 2 + head_dim + 1
@@ -132,8 +117,20 @@ class Nested(FeatureMap):
 
     bounded = True
 
-    def __init__(self, inner: FeatureMap) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Config(FeatureMapConfig):
+        inner: FeatureMapConfig = Identity.Config()
+        eps: float
+
+        def build_heads(self, num_heads: int, head_dim: int) -> FeatureMap:
+            return self.builds(self.inner.build_heads(num_heads, head_dim), self)
+
+        def build(self, head_dim: int) -> FeatureMap:
+            return self.builds(self.inner.build(head_dim), self)
+
+    def __init__(self, inner: FeatureMap, config: Config) -> None:
         super().__init__()
+        self.eps = config.eps
         self.inner, self.signed, self.negative = inner, inner.signed, inner.negative
         self.positive_on_average = inner.positive_on_average
 
@@ -160,20 +157,9 @@ class Unit(Nested):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(FeatureMapConfig):
+    class Config(Nested.Config):
         kind = "unit"
-        inner: FeatureMapConfig = Identity.Config()
         eps: float = 1e-6
-
-        def build_heads(self, num_heads: int, head_dim: int) -> Unit:
-            return Unit(self.inner.build_heads(num_heads, head_dim), self)
-
-        def build(self, head_dim: int) -> Unit:
-            return Unit(self.inner.build(head_dim), self)
-
-    def __init__(self, inner: FeatureMap, config: Config) -> None:
-        super().__init__(inner)
-        self.eps = config.eps
 
     def normed(self, features: Tensor) -> Tensor:
         return features * (features.square().sum(dim=-1, keepdim=True) + self.eps).rsqrt()
@@ -187,25 +173,18 @@ class SumNormalised(Nested):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(FeatureMapConfig):
+    class Config(Nested.Config):
         kind = "sum_normalised"
         inner: FeatureMapConfig = Dpfp.Config()
         eps: float = 1e-5
 
-        def build_heads(self, num_heads: int, head_dim: int) -> SumNormalised:
-            return SumNormalised(self.inner.build_heads(num_heads, head_dim), self)
-
-        def build(self, head_dim: int) -> SumNormalised:
-            return SumNormalised(self.inner.build(head_dim), self)
-
     def __init__(self, inner: FeatureMap, config: Config) -> None:
-        super().__init__(inner)
+        super().__init__(inner, config)
         if inner.negative:
             raise KinformerError(
                 f"the feature map 'sum_normalised' divides by a sum, which may vanish for {config.inner.kind!r}; use "
                 "non-negative features inside (elu, relu, dpfp, favor), or the feature map 'unit'."
             )
-        self.eps = config.eps
 
     def normed(self, features: Tensor) -> Tensor:
         return features / (features.sum(dim=-1, keepdim=True) + self.eps)

@@ -119,11 +119,6 @@ class OutputNorm(nn.Module):
         return (rms_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight.to(y.dtype)).flatten(-2)
 
 
-def build_norm(norm: OutputNormKind, num_heads: int, head_dim: int) -> OutputNorm | None:
-    """Return the module of a mixer's field ``head_norm``, or None for "none"."""
-    return None if norm == "none" else OutputNorm(num_heads, head_dim)
-
-
 # A gate of the heads' outputs, before the output projection (Qiu et al. 2025, Gated Attention; Qwen3-Next).
 #
 #     y <- y * sigmoid(W_g x)

@@ -55,13 +55,10 @@ class Sinusoidal(Position):
         scale: float = 1.0  # factor on the encoding; 0.02-sized embeddings want a smaller one than 1
         layout: Literal["interleaved", "split"] = "interleaved"
 
-        def build(self, dim: int) -> Sinusoidal:
-            if dim % 2:
-                raise KinformerError(f"sinusoidal positions need an even width, but the width is {dim}; change dim.")
-            return Sinusoidal(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
+        if dim % 2:
+            raise KinformerError(f"sinusoidal positions need an even width, but the width is {dim}; change dim.")
         self.dim, self.base, self.scale, self.layout = dim, config.base, config.scale, config.layout
 
     def embed(self, positions: Tensor) -> Tensor:
@@ -80,9 +77,6 @@ class Learned(Position):
         LEAST = {"max_length": 1}
         max_length: int = 1024
         std: float = 0.02
-
-        def build(self, dim: int) -> Learned:
-            return Learned(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
@@ -270,12 +264,9 @@ class ComplexOrder(nn.Embedding):
             if self.sharing == "features":
                 check_unused(self, "with sharing = 'features', whose only frequency is the first, 1", "base")
 
-        def build(self, vocab_size: int, dim: int) -> ComplexOrder:
-            if dim % 2:
-                raise KinformerError(f"complex embeddings need an even width, but the width is {dim}; change dim.")
-            return ComplexOrder(self, vocab_size, dim)
-
     def __init__(self, config: Config, vocab_size: int, dim: int) -> None:
+        if dim % 2:
+            raise KinformerError(f"complex embeddings need an even width, but the width is {dim}; change dim.")
         super().__init__(vocab_size, dim // 2)
         self.base = None if config.frequencies == "random" else config.base
         rows = 1 if config.sharing == "tokens" else vocab_size

@@ -90,9 +90,6 @@ class MultiHead(Projection):
         def part(self, parts: int) -> MultiHead.Config:
             return self
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> MultiHead:
-            return MultiHead(self, dim, num_heads, head_dim)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = num_heads
@@ -106,9 +103,10 @@ class MultiHead(Projection):
         return q, k, v
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        batch, time, _ = x.shape
-        projected = features_of(self.qkv, x, slice(self.shape[1] * self.shape[2], None))
-        k, v = projected.view(batch, time, 2, *self.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        return self._split(features_of(self.qkv, x, slice(self.shape[1] * self.shape[2], None)))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = projected.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
         return k, v
 
 
@@ -123,9 +121,6 @@ class MultiHeadGlobal(MultiHead):
     class Config(ProjectionConfig):
         kind = "multi_head_global"
         bias: bool = True
-
-        def build(self, dim: int, num_heads: int, head_dim: int) -> MultiHeadGlobal:
-            return MultiHeadGlobal(self, dim, num_heads, head_dim)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__(MultiHead.Config(bias=config.bias), dim, num_heads, head_dim)
@@ -150,16 +145,13 @@ class Grouped(Projection):
         def part(self, parts: int) -> Grouped.Config:
             return self.replace(num_kv_heads=divided(self, "num_kv_heads", self.num_kv_heads, parts))
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> Grouped:
-            if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-                raise KinformerError(
-                    f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {num_heads}; choose a divisor."
-                )
-            return Grouped(self, dim, num_heads, head_dim)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = config.num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise KinformerError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {num_heads}; choose a divisor."
+            )
         self.num_heads, self.head_dim = num_heads, head_dim
         widths = [heads * head_dim for heads in (num_heads, config.num_kv_heads, config.num_kv_heads)]
         self.qkv = in_blocks(nn.Linear(dim, sum(widths), bias=config.bias), *widths)
@@ -177,6 +169,29 @@ class Grouped(Projection):
         heads = projected.view(batch, time, 2 * self.num_kv_heads, self.head_dim)
         k, v = heads.transpose(1, 2).chunk(2, dim=1)
         return k, v
+
+
+@dataclass(frozen=True, kw_only=True)
+class AroundConfig(ProjectionConfig):
+    """The base of configs of a projection around another one, ``inner``."""
+
+    inner: ProjectionConfig = MultiHead.Config()
+
+    def part(self, parts: int) -> AroundConfig:
+        return self.replace(inner=self.inner.part(parts))
+
+    def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
+        return self.inner.build_output(dim, num_heads, head_dim, bias)
+
+    def build_inner(self, dim: int, num_heads: int, head_dim: int) -> Projection:
+        """Build ``inner``; refuse a projection with a context."""
+        inner = self.inner.build(dim, num_heads, head_dim)
+        if inner.context:
+            raise KinformerError(
+                f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which itself has "
+                "a context; choose an inner projection without a context (multi_head, grouped)."
+            )
+        return inner
 
 
 # A causal convolution over time with separate weights for every head and channel.
@@ -276,8 +291,11 @@ def _gradients(tokens: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor
     return of_tokens, of_weight.to(weight.dtype)
 
 
-SELF = 0.5
-"""The weight of a token itself at the beginning; the other ``width - 1`` begin with ``SELF / width``."""
+def _first_taps(width: int, heads: int, head_dim: int) -> nn.Parameter:
+    """Return weights with which a token begins as half of itself and a share ``1 / (2 width)`` of each token before."""
+    taps = torch.full((width, heads, head_dim), 0.5 / width)
+    taps[0] = 0.5
+    return nn.Parameter(taps)
 
 
 class Convolved(Projection):
@@ -295,10 +313,9 @@ class Convolved(Projection):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ProjectionConfig):
+    class Config(AroundConfig):
         kind = "convolved"
         width: int = 3
-        inner: ProjectionConfig = MultiHead.Config()
 
         def __post_init__(self) -> None:
             if self.width < 2:
@@ -306,29 +323,14 @@ class Convolved(Projection):
                     f"width must be 2 or more, but is {self.width}; a convolution of width 1 is its inner projection."
                 )
 
-        def part(self, parts: int) -> Convolved.Config:
-            return self.replace(inner=self.inner.part(parts))
-
-        def build(self, dim: int, num_heads: int, head_dim: int) -> Convolved:
-            inner = self.inner.build(dim, num_heads, head_dim)
-            if inner.context:
-                raise KinformerError(
-                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which itself has "
-                    "a context; choose an inner projection without a context (multi_head, grouped)."
-                )
-            return Convolved(inner, self.width, num_heads, head_dim)
-
-        def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
-            return self.inner.build_output(dim, num_heads, head_dim, bias)
-
-    def __init__(self, inner: Projection, width: int, num_heads: int, head_dim: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, width - 1
+        self.inner = inner = config.build_inner(dim, num_heads, head_dim)
+        self.num_kv_heads, width = inner.num_kv_heads, config.width
+        self.context = width - 1
         self.heads = [num_heads, inner.num_kv_heads, inner.num_kv_heads]
         in_blocks(self, *self.heads)
-        self.weight = nn.Parameter(torch.full((width, sum(self.heads), head_dim), SELF / width))
-        with torch.no_grad():
-            self.weight[0] = SELF
+        self.weight = _first_taps(width, sum(self.heads), head_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.inner(x)
@@ -383,18 +385,13 @@ class SharedQK(Projection):
         def part(self, parts: int) -> SharedQK.Config:
             raise undivided(self, "its queries are made of the keys of all heads")
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> SharedQK:
-            return SharedQK(self, dim, num_heads, head_dim)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads, self.context, self.head_dim = num_heads, config.width - 1, head_dim
         width = num_heads * head_dim
         self.kv = nn.Linear(dim, 2 * width, bias=config.bias)
         self.query = nn.Linear(width, width, bias=False)
-        self.weight = nn.Parameter(torch.full((config.width, 2 * num_heads, head_dim), SELF / config.width))
-        with torch.no_grad():
-            self.weight[0] = SELF
+        self.weight = _first_taps(config.width, 2 * num_heads, head_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return k, k and v before the convolution: queries are made behind it."""
@@ -425,33 +422,26 @@ class Normalised(Projection):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ProjectionConfig):
+    class Config(AroundConfig):
         kind = "normalised"
-        inner: ProjectionConfig = MultiHead.Config()
         over: Literal["head", "heads", "by_head"] = "head"
         eps: float = 1e-6
         weight: bool = True
 
-        def part(self, parts: int) -> Normalised.Config:
+        def part(self, parts: int) -> AroundConfig:
             if self.over == "heads":
                 raise undivided(self, "over = 'heads' is one root mean square of all heads")
-            return self.replace(inner=self.inner.part(parts))
+            return super().part(parts)
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> Normalised:
-            inner = self.inner.build(dim, num_heads, head_dim)
-            if inner.global_projection() is not None or isinstance(inner, Normalised):
-                raise KinformerError(
-                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}; choose multi_head, "
-                    "grouped, convolved, kv_shift or complex as its inner projection."
-                )
-            return Normalised(self, inner, num_heads, head_dim)
-
-        def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
-            return self.inner.build_output(dim, num_heads, head_dim, bias)
-
-    def __init__(self, config: Config, inner: Projection, num_heads: int, head_dim: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.inner, self.num_kv_heads, self.context = inner, inner.num_kv_heads, inner.context
+        self.inner = inner = config.inner.build(dim, num_heads, head_dim)
+        if inner.global_projection() is not None or isinstance(inner, Normalised):
+            raise KinformerError(
+                f"the projection {config.kind!r} cannot stand around {config.inner.kind!r}; choose multi_head, "
+                "grouped, convolved, kv_shift or complex as its inner projection."
+            )
+        self.num_kv_heads, self.context = inner.num_kv_heads, inner.context
         self.by_head = config.over == "by_head"
         shared = (1, 1) if config.over == "head" else (num_heads, inner.num_kv_heads)
         self.q_norm, self.k_norm = (nn.RMSNorm(heads * head_dim, config.eps, config.weight) for heads in shared)
@@ -506,20 +496,17 @@ class Complex(Projection):
         def part(self, parts: int) -> Complex.Config:
             return self
 
-        def build(self, dim: int, num_heads: int, head_dim: int) -> Complex:
-            if dim % COMPLEX_PARTS or head_dim % COMPLEX_PARTS:
-                raise KinformerError(
-                    f"the projection {self.kind!r} pairs real and imaginary features, but dim is {dim} and head_dim "
-                    f"{head_dim}; use even ones."
-                )
-            return Complex(self, dim, num_heads, head_dim)
-
         def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> ComplexOutput:
             return ComplexOutput(dim, num_heads, head_dim, bias, self.shared)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = num_heads
+        if dim % COMPLEX_PARTS or head_dim % COMPLEX_PARTS:
+            raise KinformerError(
+                f"the projection 'complex' pairs real and imaginary features, but dim is {dim} and head_dim "
+                f"{head_dim}; use even ones."
+            )
         self.shape = (3, num_heads, head_dim // COMPLEX_PARTS)
         width = num_heads * head_dim // COMPLEX_PARTS
         self.qkv = nn.ModuleList(
@@ -574,28 +561,13 @@ class KVShift(Projection):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(ProjectionConfig):
+    class Config(AroundConfig):
         kind = "kv_shift"
-        inner: ProjectionConfig = MultiHead.Config()
 
-        def part(self, parts: int) -> KVShift.Config:
-            return self.replace(inner=self.inner.part(parts))
-
-        def build(self, dim: int, num_heads: int, head_dim: int) -> KVShift:
-            inner = self.inner.build(dim, num_heads, head_dim)
-            if inner.context:
-                raise KinformerError(
-                    f"the projection {self.kind!r} cannot stand around {self.inner.kind!r}, which itself has "
-                    "a context; choose an inner projection without a context (multi_head, grouped)."
-                )
-            return KVShift(inner, dim, num_heads)
-
-        def build_output(self, dim: int, num_heads: int, head_dim: int, bias: bool) -> nn.Module:
-            return self.inner.build_output(dim, num_heads, head_dim, bias)
-
-    def __init__(self, inner: Projection, dim: int, num_heads: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.inner, self.num_kv_heads, self.context, self.num_heads = inner, inner.num_kv_heads, 1, num_heads
+        self.inner = inner = config.build_inner(dim, num_heads, head_dim)
+        self.num_kv_heads, self.context, self.num_heads = inner.num_kv_heads, 1, num_heads
         self.shift = in_blocks(nn.Linear(dim, 2 * self.num_kv_heads, bias=False), self.num_kv_heads, self.num_kv_heads)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -660,10 +632,6 @@ class ByPiece(MultiHead):
         l2g = self.keys_values(global_input) if self.l2g is None else self._split(self.l2g(global_input))
         g2l = self.of_global.keys_values(long_input) if self.g2l is None else self._split(self.g2l(long_input))
         return _show(Pieces(q_long, q_global, (l2l[0], l2l[1]), l2g, (g2g[0], g2g[1]), g2l), num_global)
-
-    def _split(self, projected: Tensor) -> KeysValues:
-        k, v = projected.unflatten(-1, (2, *self.shape[1:])).permute(2, 0, 3, 1, 4).unbind()
-        return k, v
 
 
 def _show(pieces: Pieces, num_global: int) -> Pieces:

@@ -88,9 +88,6 @@ class Rope(Position):
             if not all(0 < factor < math.inf for factor in self.factors):
                 raise KinformerError(f"factors must be above 0 and finite, but are {self.factors}.")
 
-        def build(self, dim: int) -> Rope:
-            return Rope(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()
         self.config, self.width = config, int(config.fraction * dim)
@@ -232,6 +229,13 @@ class Alibi(FollowsHeads, Position):
         return Relative(lowest, bias=-self.slopes()[:, None] * distance)
 
 
+class HeadsConfig(PositionConfig):
+    """The base of configs that build a position for a mixer's heads alone."""
+
+    def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Position:
+        return self.builds(self, dim, num_heads, head_dim)
+
+
 class T5(Position):
     """T5's relative positions (Raffel et al. 2020, section 2.1): one learned bias per head and bucket of distances.
 
@@ -243,7 +247,7 @@ class T5(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(HeadsConfig):
         kind = "t5"
         num_buckets: int = 32
         max_distance: int = 128
@@ -260,10 +264,7 @@ class T5(Position):
                     f"separate bucket, but is {self.max_distance}."
                 )
 
-        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> T5:
-            return T5(self, dim, num_heads)
-
-    def __init__(self, config: Config, dim: int, num_heads: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.config, self.shared, self.one_sided = config, config.shared, not config.bidirectional
         self.table = nn.Parameter(torch.randn(config.num_buckets, num_heads) * dim**-0.5)
@@ -313,17 +314,14 @@ class DistanceKeys(Position):
     one_sided = True
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(HeadsConfig):
         kind = "distance_keys"
         bounded_by_training = True
         LEAST = {"max_distance": 1}
         max_distance: int = 1024
         share_layers: bool = True
 
-        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> DistanceKeys:
-            return DistanceKeys(self, head_dim)
-
-    def __init__(self, config: Config, head_dim: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.table = DistanceTable(config, head_dim)
 
@@ -331,10 +329,7 @@ class DistanceKeys(Position):
         first, last = max(lowest, 1), min(highest, len(self.table.keys))
         if last < first:
             return None
-        return Relative(first, keys=self._rows(first, last))
-
-    def _rows(self, first: int, last: int) -> Tensor:
-        return self.table.keys[None, first - 1 : last]
+        return Relative(first, keys=self.table.keys[None, first - 1 : last])
 
 
 class Shaw(Position):
@@ -349,16 +344,13 @@ class Shaw(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(HeadsConfig):
         kind = "shaw"
         LEAST = {"max_distance": 1}
         max_distance: int = 16  # the paper's k
         on_values: bool = True  # the second term, a^V
 
-        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Shaw:
-            return Shaw(self, head_dim)
-
-    def __init__(self, config: Config, head_dim: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.max_distance = config.max_distance
         shape = (2 * config.max_distance + 1, head_dim)
@@ -402,7 +394,7 @@ class TransformerXL(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(HeadsConfig):
         kind = "xl"
         LEAST = {"clamp": 1}
         bounded_by_training = True
@@ -410,13 +402,10 @@ class TransformerXL(Position):
         share_biases: bool = True
         base: float = 10000.0
 
-        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> TransformerXL:
-            if dim % 2:
-                raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
-            return TransformerXL(self, dim, num_heads, head_dim)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        if dim % 2:
+            raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
         self.config, self.dim, self.shape = config, dim, (num_heads, head_dim)
         self.projection = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.biases = Biases(config, num_heads, head_dim)
@@ -506,14 +495,11 @@ class DistanceAware(Position):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(PositionConfig):
+    class Config(HeadsConfig):
         kind = "distance_aware"
         spread: float = 0.1
 
-        def build_heads(self, dim: int, num_heads: int, head_dim: int) -> DistanceAware:
-            return DistanceAware(self, num_heads)
-
-    def __init__(self, config: Config, num_heads: int) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.steepness = nn.Parameter(torch.zeros(num_heads))
         spread, device = config.spread, self.steepness.device  # transformers has linspace on the CPU unless named

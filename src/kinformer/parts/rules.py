@@ -32,7 +32,8 @@ class KernelTokens(NamedTuple):
     ``strengths``: beta [batch, heads, time * steps] of the delta rule, the scales [batch, heads, time, levels + 1] of
     levels, or None. ``log_decay`` [batch, heads, time] or [batch, heads, time, features], or None. ``reset``, ``valid``
     [batch, time] bool or None; ``positions`` [batch, time] int64 where the state counts them; ``x`` [batch, time, dim],
-    the mixer's input. k, beta and log_decay are 0 where a token is not valid.
+    the mixer's input. ``seen`` [batch]: the counter before the chunk; ``crossing``: the processes of the row, where the
+    chunk is one stretch of it. k, beta and log_decay are 0 where a token is not valid.
     """
 
     q: Tensor
@@ -44,6 +45,8 @@ class KernelTokens(NamedTuple):
     valid: Tensor | None
     positions: Tensor | None
     x: Tensor
+    seen: Tensor
+    crossing: Crossing | None
 
 
 class LinearRule(nn.Module):
@@ -73,17 +76,14 @@ class LinearRule(nn.Module):
         """Return the values to write for v [batch, heads, time, width] and the input x [batch, time, dim]."""
         return v
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        """Return the outputs [batch, heads, time, width] and the state after the chunk; ``seen`` [batch]: the counter
-        before the chunk; ``crossing``: the processes of the row, where the chunk is one stretch of it."""
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
+        """Return the outputs [batch, heads, time, width] and the state after the chunk."""
         q, k, v, _, log_decay, reset, *_ = tokens
         if self.eps is not None:
-            return linear_across(LinearSequence(q, k, v, log_decay, self.eps, reset), state, self.impl, crossing)
+            return linear_across(LinearSequence(q, k, v, log_decay, self.eps, reset), state, self.impl, tokens.crossing)
         nothing = LinearState(state.s, state.s.new_zeros(state.s.shape[:3]))
         sequence = LinearSequence(q, k, v, log_decay, None, reset)
-        y, (s, _) = linear_across(sequence, nothing, self.impl, crossing)
+        y, (s, _) = linear_across(sequence, nothing, self.impl, tokens.crossing)
         return y, LinearState(s, state.z)
 
 
@@ -96,12 +96,10 @@ class FlooredRule(LinearRule):
         super().__init__(None, impl)
         self.floor = floor
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
         # A column of ones sums the keys.
         ones = tokens._replace(v=pad(tokens.v, (0, 1), value=1.0))
-        y, after = super().forward(ones, state, seen, crossing)
+        y, after = super().forward(ones, state)
         return y[..., :-1] / y[..., -1:].clamp_min(self.floor), after
 
 
@@ -113,13 +111,11 @@ class LeveledRule(LinearRule):
     def __init__(self, impl: LinearImpl) -> None:
         super().__init__(None, impl)
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        q, k, v, scales, log_decay, reset, valid, positions, _ = tokens
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
+        q, k, v, scales, log_decay, reset, valid, positions, *_ = tokens
         assert scales is not None and positions is not None
         leveled = LeveledTokens(q, k, v, scales, log_decay, positions, reset, valid)
-        y, s = leveled_attention(leveled, state.s, seen, self.impl)
+        y, s = leveled_attention(leveled, state.s, tokens.seen, self.impl)
         return y, LinearState(s, state.z)
 
 
@@ -141,28 +137,25 @@ class DeltaRule(LinearRule):
         """Return the keys under which S is read and erased, shaped like the keys of ``tokens``; None for these keys."""
         return None
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, beta, log_decay, reset, *_ = tokens
         beta = k.new_ones(k.shape[:3]) if beta is None else beta
         if self.steps > 1:
             k, v, beta = (x.unflatten(2, (-1, self.steps)) for x in (k, v, beta))
         delta = DeltaTokens(q, k, v, beta, self.erase(tokens), log_decay, reset, self.early)
-        y, s = delta_across(delta, state.s, self.impl, crossing)
+        y, s = delta_across(delta, state.s, self.impl, tokens.crossing)
         return y, LinearState(s, state.z)
 
 
 class AveragedDeltaRule(LinearRule):
     """The delta rule that corrects and reads averages (``kernels.linear.across.normalised_delta_rule``)."""
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
-        q, k, v, beta, _, reset, _, positions, _ = tokens
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
+        q, k, v, beta, _, reset, _, positions, *_ = tokens
         assert beta is not None and self.eps is not None and positions is not None
+        begins, crossing = positions == 0, tokens.crossing
         return normalised_delta_rule(
-            (q, k, v, beta), state, positions == 0, eps=self.eps, reset=reset, impl=self.impl, crossing=crossing
+            (q, k, v, beta), state, begins, eps=self.eps, reset=reset, impl=self.impl, crossing=crossing
         )
 
 
@@ -303,9 +296,7 @@ class Mesa(LinearRule):
         # softplus(b) + 1/4 begins at 1
         self.penalty = nn.Parameter(torch.full((heads * features,), math.log(math.expm1(0.75))))
 
-    def forward(
-        self, tokens: KernelTokens, state: LinearState, seen: Tensor, crossing: Crossing | None
-    ) -> tuple[Tensor, LinearState]:
+    def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
         wide, strength = state.s.dtype, self.strength(tokens.x)
         with no_autocast(tokens.x.device):
             q, k, v = (x.to(wide) for x in tokens[:3])

@@ -23,12 +23,9 @@ class ScaledDot(Score):
         kind = "scaled_dot"
         scale: float | None = None
 
-        def build(self, num_heads: int, head_dim: int) -> ScaledDot:
-            return ScaledDot(head_dim**-0.5 if self.scale is None else self.scale)
-
-    def __init__(self, scale: float) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.scale = scale
+        self.scale = head_dim**-0.5 if config.scale is None else config.scale
 
 
 class Dot(Score):
@@ -50,10 +47,7 @@ class Bilinear(Score):
     class Config(ScoreConfig):
         kind = "bilinear"
 
-        def build(self, num_heads: int, head_dim: int) -> Bilinear:
-            return Bilinear(num_heads, head_dim)
-
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter((torch.eye(head_dim) * head_dim**-0.5).repeat(num_heads, 1, 1))
 
@@ -78,12 +72,10 @@ class Capped(Score):
         cap: float = 50.0
         scale: float | None = None
 
-        def build(self, num_heads: int, head_dim: int) -> Capped:
-            return Capped(self.cap, head_dim**-0.5 if self.scale is None else self.scale)
-
-    def __init__(self, cap: float, scale: float) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.scale, self.inner = cap, scale / cap
+        scale = head_dim**-0.5 if config.scale is None else config.scale
+        self.scale, self.inner = config.cap, scale / config.cap
 
     def queries(self, q: Tensor) -> Tensor:
         return q * self.inner
@@ -105,17 +97,13 @@ class SinkLogit(Score):
         inner: ScoreConfig = ScaledDot.Config()
         learned: bool = True
 
-        def build(self, num_heads: int, head_dim: int) -> SinkLogit:
-            inner = self.inner.build(num_heads, head_dim)
-            if isinstance(inner, SinkLogit):
-                raise KinformerError("a sink_logit stands around another; give its inner score, such as scaled_dot.")
-            return SinkLogit(inner, num_heads, self.learned)
-
-    def __init__(self, inner: Score, num_heads: int, learned: bool) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.inner, self.form, self.scale = inner, inner.form, inner.scale
-        logit = torch.zeros(num_heads)
-        if learned:
+        self.inner = inner = config.inner.build(num_heads, head_dim)
+        if isinstance(inner, SinkLogit):
+            raise KinformerError("a sink_logit stands around another; give its inner score, such as scaled_dot.")
+        self.form, self.scale, logit = inner.form, inner.scale, torch.zeros(num_heads)
+        if config.learned:
             self.logit = nn.Parameter(logit)
         else:
             self.register_buffer("logit", logit)  # kept in files: a meta model is filled by them
@@ -143,10 +131,7 @@ class Additive(Score):
     class Config(ScoreConfig):
         kind = "additive"
 
-        def build(self, num_heads: int, head_dim: int) -> Additive:
-            return Additive(num_heads, head_dim)
-
-    def __init__(self, num_heads: int, head_dim: int) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(num_heads, head_dim) * head_dim**-0.5)
 
@@ -169,16 +154,13 @@ class Modulus(Score):
         kind = "modulus"
         conjugate: bool = False
 
-        def build(self, num_heads: int, head_dim: int) -> Modulus:
-            if head_dim % 2:
-                raise KinformerError(
-                    f"the score 'modulus' pairs real and imaginary features, but head_dim is {head_dim}; make it even."
-                )
-            return Modulus(head_dim, self.conjugate)
-
-    def __init__(self, head_dim: int, conjugate: bool) -> None:
+    def __init__(self, config: Config, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.scale, self.conjugate = (head_dim / 2) ** -0.5, conjugate
+        if head_dim % 2:
+            raise KinformerError(
+                f"the score 'modulus' pairs real and imaginary features, but head_dim is {head_dim}; make it even."
+            )
+        self.scale, self.conjugate = (head_dim / 2) ** -0.5, config.conjugate
 
     def queries(self, q: Tensor) -> Tensor:
         if not self.conjugate:
@@ -213,10 +195,7 @@ class SoftSpan(Following, Span, Regularized):
             if not 0 <= self.initial <= 1:
                 raise KinformerError(f"initial is a share of max_span, from 0 to 1, but is {self.initial:g}.")
 
-        def build(self, dim: int, num_heads: int, cut: Cut) -> SoftSpan:
-            return SoftSpan(self, num_heads, cut)
-
-    def __init__(self, config: Config, num_heads: int, cut: Cut) -> None:
+    def __init__(self, config: Config, dim: int, num_heads: int, cut: Cut) -> None:
         super().__init__()
         self.config = config
         self.span = nn.Parameter(torch.full((num_heads,), float(config.initial)))
@@ -307,9 +286,6 @@ class DynamicSpan(Following, TokenSpan, Regularized):
                 )
             if not 0 < self.initial < 1:
                 raise KinformerError(f"initial must lie between 0 and 1, but is {self.initial:g}.")
-
-        def build(self, dim: int, num_heads: int, cut: Cut) -> DynamicSpan:  # type: ignore[override]
-            return DynamicSpan(self, dim, num_heads, cut)
 
     def __init__(self, config: Config, dim: int, num_heads: int, cut: Cut) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -393,18 +393,11 @@ class Image2D(Pattern):
                     "masked = false in an encoder, or leave by_rows out."
                 )
 
-        def build(self) -> Image2D:
-            return Image2D(**asdict(self))
-
     @property
     def raster(self) -> Raster:
         """Return the raster order of the cells."""
         if self.by_rows:
             return Raster.plain(self.height, self.width)
-        return self._blocks
-
-    @property
-    def _blocks(self) -> Raster:
         return Raster(self.height, self.width, self.block_height, self.block_width)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import gcd
 from operator import and_, or_
-from typing import Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -98,9 +98,6 @@ class Causal(Band):
     class Config(PatternConfig):
         kind = "causal"
 
-        def build(self) -> Causal:
-            return Causal()
-
 
 @dataclass(frozen=True)
 class Comb(Pattern):
@@ -186,12 +183,6 @@ class PerHead(Pattern):
     def sized(self, length: int) -> Pattern:
         return PerHead(tuple(pattern.sized(length) for pattern in self.patterns))
 
-    def allowed(self, q: Tensor, k: Tensor) -> Tensor:
-        raise AssertionError("a per-head pattern is evaluated head by head: pattern.at(head).allowed(q, k)")
-
-    def cover(self, boxes: Boxes) -> Cover:
-        raise AssertionError("a per-head pattern is evaluated head by head: pattern.at(head).cover(boxes)")
-
 
 def per_head(patterns: Sequence[Pattern]) -> Pattern:
     """Return one pattern for each head, or for all heads where there is only one."""
@@ -261,9 +252,6 @@ class Columns(Comb):
         LEAST = {"stride": 1}
         stride: int = 128
 
-        def build(self) -> Columns:
-            return Columns(stride=self.stride)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(PatternConfig):
@@ -302,9 +290,6 @@ class Blocks(Pattern):
         block: int = 128
         back: int = 0
         front: int = 0
-
-        def build(self) -> Blocks:
-            return Blocks(self.block, self.back, self.front)
 
     @property
     def behind(self) -> int:  # type: ignore[override]
@@ -562,9 +547,6 @@ class Documents(Pattern):
                     f"starts must be rising positions above 0, one or more, but is {list(self.starts)}."
                 )
 
-        def build(self) -> Documents:
-            return Documents(self.starts)
-
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         starts = torch.tensor(self.starts, device=q.device)
         return torch.bucketize(q.contiguous(), starts, right=True) == torch.bucketize(
@@ -594,9 +576,6 @@ class Segments(Pattern):
         LEAST = {"segment": 1, "memory": 0}
         segment: int = 128
         memory: int = 128
-
-        def build(self) -> Segments:
-            return Segments(self.segment, self.memory)
 
     @property
     def behind(self) -> int:  # type: ignore[override]
@@ -641,9 +620,6 @@ class Sinks(Pattern):
             if self.count < 1:
                 raise KinformerError(f"count must be 1 first token or more, but is {self.count}; without, use 'local'.")
 
-        def build(self) -> Sinks:
-            return Sinks(self.count, self.window)
-
     @property
     def pinned(self) -> int:  # type: ignore[override]
         return self.count
@@ -677,9 +653,6 @@ class GlobalTokens(Pattern):
         kind = "global_tokens"
         LEAST = {"count": 1}
         count: int = 1
-
-        def build(self) -> GlobalTokens:
-            return GlobalTokens(self.count)
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor:
         return (q < self.count) | (k < self.count)
@@ -718,27 +691,28 @@ class Union(PatternConfig):
     """The pairs that at least one of ``patterns`` allows."""
 
     kind = "union"
+    join: ClassVar[Callable[[Pattern, Pattern], Pattern]] = or_
     patterns: tuple[PatternConfig, ...]
 
     def __post_init__(self) -> None:
-        _check(self.kind, self.patterns)
+        if not self.patterns:
+            raise KinformerError(f"the patterns of {self.kind!r} are an empty list; give one or more.")
 
     def build(self) -> Pattern:
-        return reduce(or_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
+        patterns = [pattern.build() for pattern in self.patterns]
+        counts = sorted({pattern.num_heads for pattern in patterns if pattern.num_heads is not None})
+        if len(counts) > 1:
+            shown = " and for ".join(map(str, counts))
+            raise KinformerError(f"the patterns of {self.kind!r} are for {shown} heads; give them one head count.")
+        return reduce(type(self).join, patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Intersection(PatternConfig):
+class Intersection(Union):
     """The pairs that all of ``patterns`` allow."""
 
     kind = "intersection"
-    patterns: tuple[PatternConfig, ...]
-
-    def __post_init__(self) -> None:
-        _check(self.kind, self.patterns)
-
-    def build(self) -> Pattern:
-        return reduce(and_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
+    join = and_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -750,21 +724,6 @@ class Complement(PatternConfig):
 
     def build(self) -> Pattern:
         return ~self.pattern.build()
-
-
-def _check(kind: str, patterns: Sequence[PatternConfig]) -> None:
-    if not patterns:
-        raise KinformerError(f"the patterns of {kind!r} are an empty list; give one or more.")
-
-
-def _alike(kind: str, patterns: Sequence[Pattern]) -> Sequence[Pattern]:
-    """Refuse to mix patterns for different numbers of heads."""
-    counts = sorted({pattern.num_heads for pattern in patterns if pattern.num_heads is not None})
-    if len(counts) > 1:
-        raise KinformerError(
-            f"the patterns of {kind!r} are for {' and for '.join(map(str, counts))} heads; give them one head count."
-        )
-    return patterns
 
 
 PARTS = {
