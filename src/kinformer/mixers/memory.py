@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.attention_state import KeysValues, ReservedKeysValues, ReservedSlots, TokenMemory
+from kinformer.core.attention_state import KeysValues, Past, ReservedKeysValues, ReservedSlots, TokenMemory
 from kinformer.core.config import describe
 from kinformer.core.contract import (
     AS_THEY_ARE,
@@ -28,6 +28,7 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
+from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
     PatternConfig,
     Position,
@@ -328,7 +329,7 @@ class MemorizingState(NamedTuple):
     slots = ("k", "v")  # type: ignore[misc]
 
 
-class Memorizing(HostDriven, CausalMixer):
+class Memorizing(HostDriven, Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim].
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
@@ -338,6 +339,7 @@ class Memorizing(HostDriven, CausalMixer):
     """
 
     growth = "window"
+    crosses = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -410,32 +412,15 @@ class Memorizing(HostDriven, CausalMixer):
         return 2 * self.num_heads * slots * self.head_dim * dtype.itemsize + 8
 
     def forward(self, chunk: Chunk, state: MemorizingState) -> tuple[Tensor, MemorizingState]:
-        recent = state.recent
-        if isinstance(recent, KeysValues):
-            return self._absorb(chunk, state, recent)
-        if chunk.valid is not None or chunk.reset is not None:
-            room = recent.room
-            y, after = self._absorb(chunk, state, value := recent.release())
-            return y, after._replace(recent=ReservedKeysValues.of(after.recent, room))
-        positions = recent.positions(chunk)
-        q, k, v = self._project(chunk.x)
-        k, v, recent_state, full = recent.append(k, v, self.most_past)
-        y = self._local(q, k, v, positions, whole=full)
-        external, evicted = self._external(chunk, q, k, v, positions[:, 0], state)
-        return self._mix(y, external), MemorizingState(recent_state, *evicted)  # type: ignore[call-arg]
-
-    def _absorb(self, chunk: Chunk, state: MemorizingState, recent: KeysValues) -> tuple[Tensor, MemorizingState]:
-        positions = positions_of(chunk, recent.seen)
-        seen = advance(recent.seen, chunk, positions)
+        past = Past(chunk, state.recent, self)
+        before = past.positions[:, 0] if past.reserved else past.state.seen
         q, k, v = self._project(select_valid(chunk.x, chunk.valid))
-        past = recent.k.shape[2]
-        seeing = _after(recent, k, v, self.pattern.behind or 0)
-        y = self._local(q, *seeing, positions, whole=not past and chunk.reset is None)
-        k, v = _after(recent, k, v, past)
-        external, evicted = self._external(chunk, q, k, v, recent.seen, state)
-        k, v = (newest(chunk, slots, seen, self.most_past) for slots in (k, v))
-        after = MemorizingState(KeysValues(k, v, seen), *evicted)  # type: ignore[call-arg]
-        return select_valid(self._mix(y, external), chunk.valid), after
+        (k, v), whole, recent = past.remember((k, v), self.most_past)
+        # The recent past is longer than the window while memories wait for their eviction.
+        first = 0 if past.reserved else max(0, k.shape[2] - q.shape[2] - (self.pattern.behind or 0))
+        y = self._local(q, k[:, :, first:], v[:, :, first:], past.positions, whole)
+        external, evicted = self._external(chunk, q, k, v, before, state)
+        return select_valid(self._mix(y, external), chunk.valid), MemorizingState(recent, *evicted)  # type: ignore[call-arg]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return normalised queries and keys, and values [batch, heads, time, head_dim]."""
@@ -508,8 +493,7 @@ class Memorizing(HostDriven, CausalMixer):
 
 def _check_position(config: PositionConfig, position: Position) -> None:
     """Refuse a position that changes queries, keys or values, which the search has in common with the window."""
-    hooks = ("rotate", "rotate_keys", "values")
-    changes = any(getattr(type(position), hook) is not getattr(Position, hook) for hook in hooks)
+    changes = position.overrides("rotate", "rotate_keys", "values")
     if (relative := position.relative(0, 1)) is not None:
         changes |= any(table is not None for table in (relative.factor, relative.keys, relative.values))
     if changes:
@@ -517,16 +501,6 @@ def _check_position(config: PositionConfig, position: Position) -> None:
             f"{describe(config)} changes more than the scores of the window, but memories are looked up with the same "
             "queries and keys, without positions; give none, or one that adds to scores by distance (t5, alibi)."
         )
-
-
-def _after(recent: KeysValues, k: Tensor, v: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values after the last ``keep`` recent ones."""
-    past = recent.k.shape[2]
-    start = past - keep if past > keep else 0  # a branch, since Inductor lacks kernels for sizes that hold a maximum
-    if start == past:
-        return k, v
-    k, v = (torch.cat([old[:, :, start:].to(new.dtype), new], dim=2) for old, new in ((recent.k, k), (recent.v, v)))
-    return k, v
 
 
 # One vector of every token for all heads: latent attention, and the single head of SHA-RNN.
@@ -642,17 +616,22 @@ class LatentAttention(TokenMemory):
     def attend(self, h: Tensor, slots: Tensor, positions: Tensor, whole: bool) -> Tensor:
         dropout = AttentionDropout.drawn(self.config.dropout, self.training)
         scoring = Scoring.of(self.score, self.position.relative(0, slots.shape[2] - 1), dropout)
-        call = self._queries(h, positions).to(slots.dtype), slots, Visibility(self.pattern, positions, whole), scoring
+        q = self._queries(self._query_latents(h), positions).to(slots.dtype)
+        call = q, slots, Visibility(self.pattern, positions, whole), scoring
         heads = merge_heads(self._absorbed(*call) if self._absorbs(h.shape[1]) else self._expanded(*call))
         heads = probe("outputs", heads)
         y: Tensor = self.out(heads if self.gate is None else self.gate(heads, h))
         return y
 
-    def _queries(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _query_latents(self, x: Tensor) -> Tensor:
+        """Return the vectors that queries are made of."""
+        if self.query_down is None or self.query_norm is None:
+            return x
+        return normed(self.query_norm, self.query_down(x))
+
+    def _queries(self, latents: Tensor, positions: Tensor) -> Tensor:
         """Return queries [batch, num_heads, time, head_dim + rotary_dim]; the rotary features are the last."""
-        if self.query_down is not None and self.query_norm is not None:
-            x = normed(self.query_norm, self.query_down(x))
-        q = self.query(x).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
+        q = self.query(latents).unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2)
         if self.position.overrides("rotate"):
             plain, turned = q.split([self.head_dim, self.rotary_dim], -1)
             q = torch.cat([plain, self.position.rotate(turned, turned, positions)[0]], -1)
@@ -672,9 +651,10 @@ class LatentAttention(TokenMemory):
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """Return W_uk [num_heads, head_dim, latent_dim] and W_uv [num_heads, value_dim, latent_dim]."""
-        keys, values = self.up.weight.unflatten(0, (self.config.num_heads, -1)).split(
-            [self.head_dim, self.value_dim], 1
-        )
+        weight = self.up.weight
+        if not is_plain(self.up):  # an adapter adds to the weight
+            weight = self.up(torch.eye(self.latent_dim, dtype=weight.dtype, device=weight.device)).mT
+        keys, values = weight.unflatten(0, (self.config.num_heads, -1)).split([self.head_dim, self.value_dim], 1)
         return keys, values
 
     def _keys_values(self, slots: Tensor) -> tuple[Tensor, Tensor]:
