@@ -417,8 +417,8 @@ class Memorizing(HostDriven, Crosses, CausalMixer):
         q, k, v = self._project(select_valid(chunk.x, chunk.valid))
         (k, v), whole, recent = past.remember((k, v), self.most_past)
         # The recent past is longer than the window while memories wait for their eviction.
-        first = 0 if past.reserved else max(0, k.shape[2] - q.shape[2] - (self.pattern.behind or 0))
-        y = self._local(q, k[:, :, first:], v[:, :, first:], past.positions, whole)
+        count = k.shape[2] if past.reserved else q.shape[2] + (self.pattern.behind or 0)
+        y = self._local(q, _last(k, count), _last(v, count), past.positions, whole)
         external, evicted = self._external(chunk, q, k, v, before, state)
         return select_valid(self._mix(y, external), chunk.valid), MemorizingState(recent, *evicted)  # type: ignore[call-arg]
 
@@ -501,6 +501,14 @@ def _check_position(config: PositionConfig, position: Position) -> None:
             f"{describe(config)} changes more than the scores of the window, but memories are looked up with the same "
             "queries and keys, without positions; give none, or one that adds to scores by distance (t5, alibi)."
         )
+
+
+def _last(slots: Tensor, count: int) -> Tensor:
+    """Return the last ``count`` slots, or as many as there are."""
+    start = (
+        slots.shape[2] - count if slots.shape[2] > count else 0
+    )  # not ``max``: Inductor lacks kernels for such sizes
+    return slots[:, :, start:]
 
 
 # One vector of every token for all heads: latent attention, and the single head of SHA-RNN.
