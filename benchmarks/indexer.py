@@ -1,6 +1,6 @@
 """From which length on does DeepSeek's sparse attention pay, and does its indexer find what attention reads?
 
-    python benchmarks/indexer.py --threads 1        # some six minutes
+    python benchmarks/indexer.py --threads 1        # some ten minutes
 
 Times: one layer of width 256 with 4 heads of 64 in float32, a latent of 128 numbers and 32 rotary features: latent
 attention, the same with an indexer (4 heads of 32) that learns and chooses 256 tokens, and its warm-up, in which all
@@ -28,8 +28,7 @@ from common import arguments, gate_equal, medians, prepare, save, show
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.probe import weights_of
 from kinformer.core.state import nbytes, pop_aux, reserve
-from kinformer.mixers.indexed import IndexedAttention
-from kinformer.mixers.memory import LatentAttention
+from kinformer.mixers.latent import IndexedAttention, LatentAttention
 
 DIM, TOPK, TOLERANCE, STEPS = 256, 256, 1e-4, 32
 LATENT = LatentAttention.Config(num_heads=4, latent_dim=128, rotary_dim=32)
@@ -170,12 +169,12 @@ def taught(steps: int) -> dict[str, Any]:
 
 def main() -> None:
     options = prepare(arguments(__doc__))
-    quick, rounds = options.quick, options.rounds or (1 if options.quick else 3)
-    lengths = [512] if quick else [1024, 2048, 4096, 8192]
+    quick, rounds = options.quick, options.rounds or (1 if options.quick else 2)
+    lengths = [512] if quick else [1024, 4096, 16384]
     gap = gate()
     training = {length: training_times(length, rounds) for length in lengths}
-    tokens = {length: step_times(length, rounds) for length in ([512] if quick else [1024, 4096, 16384, 32768])}
-    learning = taught(4 if quick else 400)
+    tokens = {length: step_times(length, rounds) for length in ([512] if quick else [1024, 8192, 32768])}
+    learning = taught(4 if quick else 150)
     show(
         "forward and backward, ms",
         ("layer", *map(str, lengths)),

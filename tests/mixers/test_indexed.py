@@ -6,9 +6,8 @@ from torch.nn.functional import kl_div
 
 from kinformer.core.contract import Chunk
 from kinformer.core.probe import weights_of
-from kinformer.mixers import indexed
-from kinformer.mixers.indexed import IndexedAttention
-from kinformer.mixers.memory import LatentAttention
+from kinformer.mixers import latent
+from kinformer.mixers.latent import IndexedAttention, LatentAttention
 from kinformer.parts.positions import NoPosition
 from kinformer.parts.relative_positions import Alibi
 from kinformer.runtime.errors import KinformerError
@@ -97,7 +96,7 @@ def written_out(mixer, x):
 )
 def test_parity_with_the_papers_formulas(changes, monkeypatch):
     """Outputs, the indexer's cost, and all gradients; the cost reaches the indexer alone, the outputs all the rest."""
-    monkeypatch.setattr(indexed, "BLOCK", 4)
+    monkeypatch.setattr(latent, "BLOCK", 4)
     mixer, x = built(config(**changes)), inputs(TIME, batch=1).requires_grad_()
     y, cost = absorb(mixer, x)
     want, full_cost = written_out(mixer, x[0])
@@ -133,14 +132,14 @@ def test_it_is_latent_attention_while_the_text_is_not_longer_than_topk():
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "compile"])
 @pytest.mark.parametrize("changes", [{"topk": 7}, {"topk": None, "query_latent_dim": 5}], ids=["sparse", "warm-up"])
 def test_the_contract(monkeypatch, changes, check):
-    monkeypatch.setattr(indexed, "BLOCK", 5)
+    monkeypatch.setattr(latent, "BLOCK", 5)
     CHECKS[check](MixerSubject(lambda: config(**changes).build(DIM), dim=DIM))
 
 
 @pytest.mark.parametrize("topk", [4, None])
 def test_the_cost_does_not_depend_on_the_cut_of_a_text_into_chunks(topk, monkeypatch):
     """Nor do its gradients, with padding and a new sequence."""
-    monkeypatch.setattr(indexed, "BLOCK", 5)
+    monkeypatch.setattr(latent, "BLOCK", 5)
     mixer, x = built(config(topk=topk)).train(), inputs(20)
     valid, reset = torch.ones(2, 20, dtype=torch.bool), torch.zeros(2, 20, dtype=torch.bool)
     valid[1, 17:], reset[0, 8] = False, True
@@ -158,7 +157,7 @@ def test_the_cost_does_not_depend_on_the_cut_of_a_text_into_chunks(topk, monkeyp
 
 
 def test_it_compiles(monkeypatch):
-    monkeypatch.setattr(indexed, "BLOCK", 5)
+    monkeypatch.setattr(latent, "BLOCK", 5)
     CHECKS["compile"](MixerSubject(lambda: config().build(DIM), dim=DIM))
 
 
