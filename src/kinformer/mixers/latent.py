@@ -209,22 +209,8 @@ class LatentAttention(TokenMemory):
         return torch.einsum("bhtr,hvr->bhtv", sums, values.to(sums.dtype))
 
 
-# DeepSeek's sparse attention, DSA (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, section 2.1): each query attends
-# to the tokens that a small indexer chooses for it.
-#
-#     I_ts = sum_j w_tj relu(q^I_tj . k^I_s) / sqrt(index_heads index_dim)      the indexer's scores
-#     y_t  = latent attention of token t over the ``topk`` earlier tokens s of largest I_ts
-#
-# The attention is latent attention in its absorbed form, in which all heads share the vector of a chosen token. The
-# indexer learns from the weights of the attention:
-#
-#     cost = sum_t KL(p_t || softmax_s I_ts),    p_t = the weights of token t, averaged over heads
-#
-# over all earlier tokens in the dense warm-up (``topk`` None), over the chosen tokens afterwards. In training, p and
-# the inputs of the indexer are constants of the cost, which the state's ``aux`` adds up.
-#
-# ``BLOCK`` queries are computed at a time, and the backward pass computes a block again. So the indexer's scores exist
-# for one block, and memory between the passes holds time * topk numbers of the choice.
+# DeepSeek's sparse attention, ``BLOCK`` queries at a time. The backward pass computes a block again. So the indexer's
+# scores exist for one block, and memory between the passes holds time * topk numbers of the choice.
 
 BLOCK = 64
 
@@ -249,11 +235,20 @@ class Queries(NamedTuple):
 
 
 class IndexedAttention(LatentAttention):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim].
+    """DeepSeek's sparse attention, DSA (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, section 2.1): each query
+    attends to the tokens that a small indexer chooses for it.
 
-    A query attends to ``topk`` tokens; None: to all, the dense warm-up. ``index_heads`` heads of ``index_dim`` features
-    (None: head_dim) choose them. Where scores are equal up to rounding, the last tokens are chosen. ``loss_weight``
-    multiplies the indexer's cost; 0: the indexer does not learn. Latent attention has the same other settings.
+        I_ts = sum_j w_tj relu(q^I_tj . k^I_s) / sqrt(index_heads index_dim)      the indexer's scores
+        y_t  = latent attention of token t over the ``topk`` tokens s <= t of largest I_ts
+        cost = sum_t KL(p_t || softmax_s I_ts),    p_t = the weights of token t, averaged over heads
+
+    The attention is latent attention in its absorbed form, in which all heads share the vector of a chosen token. The
+    cost runs over the chosen tokens. ``topk`` None is the dense warm-up: attention and cost run over all tokens. In
+    training, p and the inputs of the indexer are constants of the cost, which the state's ``aux`` adds up.
+
+    The mixer x [batch, time, dim] -> y [batch, time, dim]. The indexer has ``index_heads`` heads of ``index_dim``
+    features (None: head_dim). Where scores are equal up to rounding, the last tokens are chosen. ``loss_weight``
+    multiplies the cost; 0: the indexer does not learn. Latent attention has the same other settings.
     """
 
     crosses = False
