@@ -34,7 +34,7 @@ from kinformer.core.encoder import GLOBAL
 from kinformer.family.kinds import kinds
 from kinformer.inputs.tokens import Tokens
 from kinformer.mixers.bidirectional import BidirectionalAttention
-from kinformer.mixers.memory import Form, LatentAttention
+from kinformer.mixers.latent import Form, LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.models.decoder import Decoder
 from kinformer.models.encoder import Encoder

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import nbytes
-from kinformer.mixers.memory import LatentAttention
+from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.projections import Grouped
 from kinformer.parts.relative_positions import Rope

@@ -7,7 +7,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from kinformer.core.contract import Chunk
 from kinformer.generation.packed import PackedLinear, pack
-from kinformer.mixers.memory import LatentAttention
+from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks
 from kinformer.parts.positions import NoPosition

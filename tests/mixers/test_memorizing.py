@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.attention_state import KeysValues
 from kinformer.core.config import from_dict, to_dict
 from kinformer.core.contract import Chunk
 from kinformer.core.parts import merge_heads
@@ -17,7 +16,7 @@ from kinformer.family.kinds import kinds
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.lookup import MemorySlice, Search, gathered, look_up
 from kinformer.lab.cli.main import main
-from kinformer.mixers.memory import Memorizing, _after
+from kinformer.mixers.memory import Memorizing, _last
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local
 from kinformer.parts.positions import Learned
@@ -307,11 +306,11 @@ def test_sizes_in_graphs_hold_no_maximum():
         graphs.append(graph.code)
         return graph.forward
 
-    compiled = torch.compile(_after, dynamic=True, fullgraph=True, backend=backend)
+    compiled = torch.compile(_last, dynamic=True, fullgraph=True, backend=backend)
     new = torch.randn(2, 1, 2, 16, 4)
     for past in (9, 4):
         old = torch.randn(2, 1, 2, past, 4)
-        found = compiled(KeysValues(*old, torch.tensor([past])), *new, 7)
+        found = [compiled(torch.cat([earlier, later], 2), 16 + 7) for earlier, later in zip(old, new, strict=True)]
         assert torch.equal(torch.stack(found), torch.cat([old[..., -7:, :], new], 3))
     assert graphs and not any("max" in code for code in graphs)
 

@@ -30,7 +30,7 @@ def opened(cache, text_file, tmp_path_factory):
     """The planner of a task on its usual data, or on a text of as many bytes as the longest row, opened once."""
     planners = {}
     book = tmp_path_factory.mktemp("text") / "words.txt"
-    book.write_bytes(text_file.read_bytes() * 3)
+    book.write_bytes(text_file.read_bytes() * 12)
 
     def planner(options, task) -> Planner:
         spec = str(book) if task.data.default == "stdlib" else task.data.default

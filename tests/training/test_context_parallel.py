@@ -33,6 +33,7 @@ WHY_NOT = {
     "mixtral": "costs beside the loss",
     "routing": "costs beside the loss",
     "compressive": "costs beside the loss",
+    "dsa": "costs beside the loss",
     "reformer": "computes layers again",
     "universal": "depends on the tokens",
     "depth-adaptive": "depends on the tokens",

@@ -25,6 +25,7 @@ WHY_NOT = {
     "nsa": "num_kv_heads = 1 is not a multiple of 2",
     "mamba2": "key_heads = 1 is not a multiple of 2",
     "compressive": "costs of all heads",
+    "dsa": "learns from the weights of all heads",
     "pkm": "sparse gradients",
     "sha-rnn": "every unit reads all units",
     "tensorized": "without heads",

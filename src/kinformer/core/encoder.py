@@ -90,9 +90,13 @@ class EncoderMixer(ChecksInput, nn.Module):
     """The largest number of tokens of a text, None for any number."""
     crosses: bool = False
     """Whether the mixer can read one stretch of a row whose other stretches are on other processes (``text.row``)."""
+    lacks_global: str = ""
+    """Why the mixer refuses global tokens and a global input: the first half of the message; empty: it reads both."""
 
     def check(self, global_tokens: bool, global_input: bool) -> None:
         """Raise for a model with global tokens or a global input, where this mixer does not support them."""
+        if self.lacks_global and (global_tokens or global_input):
+            raise KinformerError(f"{self.lacks_global}; leave global_tokens, global_input and kinds of tokens out.")
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         """Return y [batch, time, dim] of x [batch, time, dim]."""
@@ -120,12 +124,6 @@ class EncoderLayerConfig(Config):
 
     def build(self, dim: int) -> nn.Module:
         return self.builds(self, dim)
-
-
-def refuse_global(why: str, global_tokens: bool, global_input: bool) -> None:
-    """Raise for global tokens, for the ``check`` of a mixer without them; ``why`` is the first half of the message."""
-    if global_tokens or global_input:
-        raise KinformerError(f"{why}; leave global_tokens, global_input and kinds of tokens out.")
 
 
 def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Decoders whose queries see some of the keys: windows, strides, images, buckets and chosen blocks."""
+"""Decoders whose queries see some of the keys: windows, strides, images, buckets, chosen blocks and tokens."""
 
 from __future__ import annotations
 
@@ -529,4 +529,63 @@ NSA = Member(
 )
 
 
-MEMBERS = (LOCAL, SPARSE_TRANSFORMER, IMAGE_TRANSFORMER, REFORMER, ROUTING, MOBA, NSA)
+# DeepSeek's sparse attention: a small indexer chooses single tokens, and learns from the attention's weights.
+
+
+def _dsa(topk: int, **sizes: object) -> Settings:
+    return {"mixer": part("indexed", topk=topk, **sizes)}
+
+
+_V3_EXPERTS: Settings = {
+    "num_experts": 256, "topk": 8, "groups": 8, "topk_groups": 4, "hidden_dim": 2048, "shared_dim": 2048,
+    "router": "sigmoid", "scale": 2.5, "balance": 0.0001, "bias_rate": 0.001,
+}  # fmt: skip
+_DSA_TRAINING: Settings = {
+    "steps": 16_000, "length": 131_072, "batch_size": 480, "schedule": "constant", "lr": 1e-3,
+    "stages": ({"steps": 1000, "batch_size": 16, "set": {"layers.*.mixer.topk": None}}, {"lr": 7.3e-6}),
+}  # fmt: skip
+
+DSA = Member(
+    name="dsa",
+    title="DeepSeek sparse attention (DSA)",
+    paper="DeepSeek-AI 2025, DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models (arXiv 2512.02556)",
+    year=2025,
+    axes=("pattern", "projection"),
+    causal=True,
+    growth="linear",
+    departures=(
+        "in the warm-up (topk None) all weights learn (the paper freezes all but the indexer's)",
+        "between tokens of equal scores up to rounding the last are chosen, so that the choice does not depend on the "
+        "cut of a text into chunks",
+        "queries and keys of the indexer are not rounded to 8 bits, nor turned by a Hadamard matrix before that",
+        "the recipe paper is without YaRN and without the layer that predicts a further token; its stages have "
+        "constant learning rates and begin, unless told otherwise, from new weights (the paper: from DeepSeek-V3.1's)",
+        "layer norm and GELU in all recipes but paper",
+    ),
+    exact_limit="while the text has at most topk tokens it is multi-head latent attention, with the same weights",
+    parity=(
+        "DeepseekV32Attention and DeepseekV32Indexer of transformers, in float64; the paper's formulas token by token "
+        "(tests/mixers/test_indexed.py)",
+    ),
+    use_when="texts have many thousands of tokens, a token needs single places among them, and the cache may grow",
+    avoid_when="texts are short, or the state must not grow: the indexer still scores every pair of tokens",
+    training={"paper": _DSA_TRAINING},
+    recipes={
+        "tiny": Recipe(32, 2, 2, _dsa(8, latent_dim=16, index_heads=2, index_dim=8)),
+        "small": Recipe(256, 4, 4, _dsa(64, latent_dim=128, index_dim=32)),
+        "benchmark": Recipe(256, 4, 4, _dsa(256, latent_dim=128, index_dim=32)),
+        "paper": Recipe(
+            7168,
+            61,
+            128,
+            llama(1e-6, "swiglu", hidden_dim=18432),
+            _dsa(2048, head_dim=128, rotary_dim=64, latent_dim=512, query_latent_dim=1536, index_heads=64),
+            {"layers.3:.feed_forward": part("experts", **_V3_EXPERTS)},
+            initialisation={"std": 0.006, "residual": "plain"},
+            vocab_size=129_280,
+        ),  # fmt: skip
+    },
+)
+
+
+MEMBERS = (LOCAL, SPARSE_TRANSFORMER, IMAGE_TRANSFORMER, REFORMER, ROUTING, MOBA, NSA, DSA)

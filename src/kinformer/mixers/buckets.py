@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kinformer.core.config import Config
 from kinformer.core.contract import (
     CausalMixer,
     Chunk,
@@ -22,7 +23,7 @@ from kinformer.core.contract import (
     unit_vectors,
     width_of,
 )
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.learning import OnlineLearner
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
@@ -52,17 +53,6 @@ class Hashes(nn.Module):
         super().__init__()
         self.num_buckets = num_buckets
         self.register_buffer("rotations", torch.randn(num_heads, head_dim, rounds, num_buckets // 2))
-
-    @staticmethod
-    def check(num_buckets: int, rounds: int) -> None:
-        """Refuse bucket numbers that no rotation can give, and rounds that are alike."""
-        if num_buckets < 1 or (num_buckets > 1 and num_buckets % 2):
-            raise KinformerError(
-                f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
-                f"buckets, but is {num_buckets}."
-            )
-        if num_buckets == 1 and rounds > 1:
-            raise KinformerError(f"rounds = {rounds} of one bucket are all the same; use rounds = 1.")
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +127,47 @@ class Centroids(OnlineLearner):
         self.means.copy_(torch.where(length > 0, moved, self.means))
 
 
-class LSHAttention(CausalMixer):
+@dataclass(frozen=True, kw_only=True)
+class HashingConfig(Config):
+    """The fields of attention within buckets of hashes."""
+
+    LEAST = {"rounds": 1, "chunk_size": 1}
+    num_heads: int = 4
+    head_dim: int | None = None
+    num_buckets: int = 64
+    chunk_size: int = 64
+    rounds: int = 4
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_buckets < 1 or (self.num_buckets > 1 and self.num_buckets % 2):
+            raise KinformerError(
+                f"num_buckets must be even, as a rotation gives two buckets for each of its columns, or 1 for no "
+                f"buckets, but is {self.num_buckets}."
+            )
+        if self.num_buckets == 1 and self.rounds > 1:
+            raise KinformerError(f"rounds = {self.rounds} of one bucket are all the same; use rounds = 1.")
+
+
+class Hashed(nn.Module):
+    """The products and the hashes of attention within buckets."""
+
+    def __init__(self, config: HashingConfig, dim: int) -> None:
+        super().__init__()
+        self.dim, self.num_heads = dim, config.num_heads
+        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
+        width = self.num_heads * self.head_dim
+        self.qv = in_blocks(nn.Linear(dim, 2 * width, bias=config.bias), width, width)
+        self.out = ResidualOutput(width, dim, bias=config.bias)
+        self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return shared queries and values [batch, heads, time, head_dim]."""
+        q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
+        return q, probe("values", v)
+
+
+class LSHAttention(Hashed, CausalMixer):
     """Attention within buckets of locality-sensitive hashing (Kitaev, Kaiser and Levskaya 2020, "Reformer"), causal.
 
         y_i = softmax_j(q_i . k_j) v_j over the union P_i of what i sees in each round,    k = q / |q|    (shared QK)
@@ -155,30 +185,14 @@ class LSHAttention(CausalMixer):
     growth = "window"
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(MixerConfig):
+    class Config(HashingConfig, MixerConfig):
         kind = "lsh"
-        LEAST = {"rounds": 1, "chunk_size": 1}
         by_heads = True
-        num_heads: int = 4
-        head_dim: int | None = None
-        num_buckets: int = 64
-        chunk_size: int = 64
-        rounds: int = 4
-        bias: bool = False
         impl: BucketedImpl = "auto"
 
-        def __post_init__(self) -> None:
-            Hashes.check(self.num_buckets, self.rounds)
-
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.config, self.num_heads = config, config.num_heads
-        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
-        width = self.num_heads * self.head_dim
-        self.qv = in_blocks(nn.Linear(dim, 2 * width, bias=config.bias), width, width)
-        self.out = ResidualOutput(width, dim, bias=config.bias)
-        self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
+        super().__init__(config, dim)
+        self.impl = config.impl
         self.sizes = Sizes(self.num_heads, self.head_dim, config.rounds, config.num_buckets, config.chunk_size)
 
     @property
@@ -193,17 +207,17 @@ class LSHAttention(CausalMixer):
 
     def forward(self, chunk: Chunk, state: BucketState) -> tuple[Tensor, BucketState]:
         x = select_valid(chunk.x, chunk.valid)
-        q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
-        k, v = normalised(q), probe("values", v)
+        q, v = self.projections(x)
+        k = normalised(q)
         keys, values, membership, state = absorb(self.sizes, chunk, state, k, v, self.hashes(q))
-        output = bucketed_attention(q, keys, values, membership, impl=self.config.impl)
+        output = bucketed_attention(q, keys, values, membership, impl=self.impl)
         assert output.lse is not None
         # A token that sees nothing else sees itself: softmax over one key gives its value.
         y = torch.where((output.lse == -torch.inf).unsqueeze(-1), v, output.out.to(v.dtype))
         return select_valid(self.out(probe("outputs", merge_heads(y))), chunk.valid), state
 
 
-class BidirectionalLSH(EncoderMixer):
+class BidirectionalLSH(Hashed, EncoderMixer):
     """Reformer's attention as published, over a full sequence (Kitaev et al. 2020; ``kernels.bucketed.chunked``).
 
         y_i = sum over rounds r of exp(z_i^r) softmax_j(q_i . k_j) v_j / sum_s exp(z_i^s),    k = q / |q|
@@ -215,39 +229,20 @@ class BidirectionalLSH(EncoderMixer):
     as there are chunks. Sequences of any length are filled up to whole chunks.
     """
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(EncoderMixerConfig):
-        kind = "lsh"
-        LEAST = {"rounds": 1, "chunk_size": 1}
-        num_heads: int = 4
-        head_dim: int | None = None
-        num_buckets: int = 64
-        chunk_size: int = 64
-        rounds: int = 4
-        bias: bool = False
+    lacks_global = "the mixer lsh does not support global tokens, as a token sees the tokens of its bucket"
 
-        def __post_init__(self) -> None:
-            Hashes.check(self.num_buckets, self.rounds)
+    @dataclass(frozen=True, kw_only=True)
+    class Config(HashingConfig, EncoderMixerConfig):
+        kind = "lsh"
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__()
-        self.dim = dim
-        self.chunk_size, self.num_heads = config.chunk_size, config.num_heads
-        self.head_dim = config.head_dim or head_width(dim, config.num_heads)
-        width = self.num_heads * self.head_dim
-        self.qv = nn.Linear(dim, 2 * width, bias=config.bias)
-        self.out = ResidualOutput(width, dim, bias=config.bias)
-        self.hashes = Hashes(self.num_heads, self.head_dim, config.rounds, config.num_buckets)
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "the mixer lsh does not support global tokens, as a token sees the tokens of its bucket"
-        refuse_global(why, global_tokens, global_input)
+        super().__init__(config, dim)
+        self.chunk_size = config.chunk_size
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
         x, valid, time = select_valid(x, text.valid), text.valid, x.shape[1]
-        q, v = self.qv(x).unflatten(-1, (2, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind()
-        v = probe("values", v)
+        q, v = self.projections(x)
         if rest := -time % self.chunk_size:
             if valid is None:
                 valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)

@@ -24,8 +24,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.attention_state import KeysValues, ReservedKeysValues
-from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, advance, newest, positions_of, select_valid
+from kinformer.core.attention_state import KeysValues, Past, ReservedKeysValues
+from kinformer.core.contract import CausalMixer, Chunk, MixerConfig, select_valid
+from kinformer.core.crossing import Crosses
 from kinformer.core.parts import PositionConfig, ProjectionConfig, check_forgetful, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import no_weights, probe
@@ -67,7 +68,7 @@ class Slots(NamedTuple):
 Compression = Literal["none", "mean", "mlp"]
 
 
-class ChosenBlocks(HostDriven, CausalMixer):
+class ChosenBlocks(HostDriven, Crosses, CausalMixer):
     """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``head_dim`` defaults to dim / num_heads.
 
     ``count`` blocks of ``block`` tokens are seen: the current one, the ``first`` ones of the sequence, the ``near``
@@ -76,6 +77,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
     """
 
     growth = "linear"
+    crosses = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
@@ -171,31 +173,12 @@ class ChosenBlocks(HostDriven, CausalMixer):
         return self.kv_heads * numbers * dtype.itemsize + 8
 
     def forward(self, chunk: Chunk, state: ChosenState) -> tuple[Tensor, ChosenState]:
-        cache = state.attention
-        if isinstance(cache, KeysValues):
-            return self._absorb(chunk, state, cache)
-        if chunk.valid is not None or chunk.reset is not None:
-            room = cache.room
-            y, after = self._absorb(chunk, state, cache.release())
-            assert isinstance(after.attention, KeysValues)
-            return y, after._replace(attention=after.attention.reserve(room))
-        positions = cache.positions(chunk)
-        q, k, v = self._project(chunk, positions)
-        k, v, cache, full = cache.append(k, v, None)
-        y, means = self._attend(chunk, Slots(q, k, v, positions, positions[:, 0], full), state.means)
-        return y, ChosenState(cache, means)  # type: ignore[call-arg]
-
-    def _absorb(self, chunk: Chunk, state: ChosenState, cache: KeysValues) -> tuple[Tensor, ChosenState]:
-        positions = positions_of(chunk, cache.seen)
-        q, k, v = self._project(chunk, positions)
-        past = cache.k.shape[2]
-        if past:
-            k, v = torch.cat([cache.k.to(k.dtype), k], dim=2), torch.cat([cache.v.to(v.dtype), v], dim=2)
-        whole = not past and chunk.reset is None
-        y, means = self._attend(chunk, Slots(q, k, v, positions, cache.seen, whole), state.means)
-        seen = advance(cache.seen, chunk, positions)
-        k, v = (newest(chunk, slots, seen, None) for slots in (k, v))
-        return select_valid(y, chunk.valid), ChosenState(KeysValues(k, v, seen), means)  # type: ignore[call-arg]
+        past = Past(chunk, state.attention, self)
+        seen = past.positions[:, 0] if past.reserved else past.state.seen
+        q, k, v = self._project(chunk, past.positions)
+        (k, v), whole, cache = past.remember((k, v), None)
+        y, means = self._attend(chunk, Slots(q, k, v, past.positions, seen, whole), state.means)
+        return select_valid(y, chunk.valid), ChosenState(cache, means)  # type: ignore[call-arg]
 
     def _project(self, chunk: Chunk, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.projection(select_valid(chunk.x, chunk.valid))

@@ -183,9 +183,9 @@ class Compression(nn.Module):
 
     counts: bool = False
 
-    def __init__(self, rate: int) -> None:
+    def __init__(self, config: CompressionConfig, dim: int) -> None:
         super().__init__()
-        self.rate = rate
+        self.rate = config.rate
 
     @property
     def learns(self) -> bool:
@@ -214,11 +214,8 @@ class Pool(Compression):
         kind = "pool"
         take: Literal["mean", "max"] = "mean"
 
-        def build(self, dim: int) -> Pool:
-            return Pool(self)
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.rate)
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
         self.take = config.take
 
     def forward(self, old: Tensor, usage: Tensor | None) -> Tensor:
@@ -234,7 +231,7 @@ class Convolution(Compression):
         kind = "convolution"
 
     def __init__(self, config: Config, dim: int) -> None:
-        super().__init__(config.rate)
+        super().__init__(config, dim)
         self.product = nn.Linear(config.rate * dim, dim)
 
     def forward(self, old: Tensor, usage: Tensor | None) -> Tensor:
@@ -275,9 +272,6 @@ class MostUsed(Compression):
     class Config(CompressionConfig):
         kind = "most_used"
 
-        def build(self, dim: int) -> MostUsed:
-            return MostUsed(self.rate)
-
     def forward(self, old: Tensor, usage: Tensor | None) -> Tensor:
         assert usage is not None
         ranked = usage.flip(1).argsort(dim=1, descending=True, stable=True)
@@ -300,14 +294,8 @@ _LACKING = "What a row lacks of 1 is on compressed memories, which are not token
 
 
 class Compressive(RecomputesKV, HostDriven, CausalMixer):
-    """Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
-
-        softmax attention over [compressed; memory; own segment so far], distances counted in slots
-        auto-encoding   mean |old - expand(compress(old))|^2
-        attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
-
-    The last two lines are the losses of the compression (``loss``). ``head_dim`` defaults to dim / num_heads.
-    """
+    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``loss`` names the cost of the compression. ``head_dim``
+    defaults to dim / num_heads."""
 
     growth = "window"
 

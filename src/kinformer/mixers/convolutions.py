@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kinformer.core.contract import CausalMixer, Chunk, divided, real_resets, select_valid, state_dtype
 from kinformer.core.crossing import Crosses
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
 from kinformer.core.probe import no_weights
 from kinformer.parts.output_parts import CausalConvolution, convolve
@@ -31,6 +31,8 @@ class SeparableConvolution(GridOnly, EncoderMixer):
     The mixer reads the patches of images, row by row. ``kernel``: patches on a side, an odd number; beyond the image
     there are zeros. ``expansion``: the width of the convolved vectors in widths of a token.
     """
+
+    lacks_global = "the mixer separable_convolution reads the patches of images alone"
 
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
@@ -53,9 +55,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
             width, width, config.kernel, padding=config.kernel // 2, groups=width, bias=config.bias
         )
         self.down = ResidualOutput(width, dim, bias=config.bias)
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("the mixer separable_convolution reads the patches of images alone", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights(_NO_WEIGHTS)
@@ -113,8 +112,10 @@ class _Weights(nn.Module):
 class TwoSidedConvolution(_Weights, EncoderMixer):
     """The two-sided form for encoders: x [batch, time, dim] of a sequence -> y of the same shape."""
 
+    lacks_global = "a separable convolution is of neighbours, and a global input has none"
+
     def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("a separable convolution is of neighbours, and a global input has none", False, global_input)
+        super().check(False, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights(_NO_WEIGHTS)

@@ -43,7 +43,8 @@ from kinformer.runtime.errors import KinformerError
 
 
 class CrossState(NamedTuple):
-    """The projected source: ``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1, source] bool.
+    """The projected source, or its summaries: ``k``, ``v`` [batch, heads, source, head_dim] and ``valid`` [batch, 1,
+    source] bool.
 
     A chunk may have n times as many rows: each n neighbours share a row's source, as the hypotheses of a beam do.
     """
@@ -229,18 +230,6 @@ class LinearCrossAttention(SourceMixer):
         return select_valid(self.out(y), chunk.valid), state
 
 
-class SourceSummaries(NamedTuple):
-    """The summaries of the source: ``k``, ``v`` [batch, heads, summaries, head_dim] and ``valid`` [batch, 1, summaries]
-    bool; n neighbouring rows of a chunk may share a row, as of :class:`CrossState`."""
-
-    k: Tensor
-    v: Tensor
-    valid: Tensor
-
-    slots = ("k", "v", "valid")  # type: ignore[misc]
-    outlives_reset = True  # type: ignore[misc]
-
-
 class LinformerCrossAttention(Summarising, SourceMixer):
     """Cross-attention over k summaries of a source (Wang et al. 2020, Linformer, equation 7, in a decoder).
 
@@ -266,9 +255,7 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         super().__init__(config, dim, config.source_dim or dim)
         self.source_dim = config.source_dim or dim
 
-    def over(
-        self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None
-    ) -> SourceSummaries:
+    def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> CrossState:
         source, cut = within(source, valid, self.config.max_length, "cross_linformer")
         assert cut is not None
         k, v = self._summaries(source, cut)
@@ -277,13 +264,13 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         else:
             real = seen_windows(cut, self.width)
         dtype = dtype or activation_dtype(self.out.weight)
-        return SourceSummaries(k.to(device, dtype), v.to(device, dtype), real[:, None].to(device))  # type: ignore[call-arg]
+        return CrossState(k.to(device, dtype), v.to(device, dtype), real[:, None].to(device))  # type: ignore[call-arg]
 
     def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32, source_length: int = 0) -> int:
         summaries = self.config.rank if self.config.method == "learned" else -(-source_length // self.width)
         return summaries * (2 * self.num_heads * self.head_dim * dtype.itemsize + 1)
 
-    def forward(self, chunk: Chunk, state: SourceSummaries) -> tuple[Tensor, SourceSummaries]:
+    def forward(self, chunk: Chunk, state: CrossState) -> tuple[Tensor, CrossState]:
         x = select_valid(chunk.x, chunk.valid)
         # Hypotheses of a beam share a source: their queries stand side by side in one row.
         q = self.query(x).view(len(state.k), -1, self.num_heads, self.head_dim).transpose(1, 2)

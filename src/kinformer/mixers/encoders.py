@@ -22,7 +22,6 @@ from kinformer.core.encoder import (
     GridOnly,
     SequenceContext,
     gridded,
-    refuse_global,
     within,
 )
 from kinformer.core.parts import (
@@ -260,6 +259,10 @@ class StarAttention(EncoderMixer):
     and the last relay is not made.
     """
 
+    lacks_global = (
+        "this mixer (star) has a relay that sees all and is seen by all, and does not support other global tokens"
+    )
+
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
@@ -287,10 +290,6 @@ class StarAttention(EncoderMixer):
             Update(config, dim, relay=config.add_relay or number < last)
             for number in range(1 if config.tied else config.iterations)
         )
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        why = "this mixer (star) has a relay that sees all and is seen by all, and does not support other global tokens"
-        refuse_global(why, global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
@@ -450,6 +449,8 @@ class WindowAttention(GridOnly, EncoderMixer):
     V2, with keys without bias and with biases by a small network of the distances.
     """
 
+    lacks_global = "the mixer windows reads the patches of images alone"
+
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "windows"
@@ -487,9 +488,6 @@ class WindowAttention(GridOnly, EncoderMixer):
         else:
             self.table = nn.Parameter(0.02 * torch.randn((2 * config.window - 1) ** 2, heads))
             self.biases = None
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("the mixer windows reads the patches of images alone", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights("Attention within the windows of an image does not have tokens of a text; draw an image instead.")

@@ -42,7 +42,6 @@ from kinformer.core.contract import (
 from kinformer.core.crossing import Crosses
 from kinformer.core.parts import (
     FeatureMapConfig,
-    Position,
     PositionConfig,
     ResidualOutput,
     check_normaliser,
@@ -158,8 +157,7 @@ def check_parts(mixer: LinearAttention) -> None:
             f"a coupled decay weighs the keys of sums, but rule = {config.rule!r} has strengths for that; set "
             "decay.coupled = false, or use rule = 'linear'."
         )
-    position = type(mixer.position)
-    rotates = position.rotate is not Position.rotate and position.relative is Position.relative
+    rotates = mixer.position.overrides("rotate") and not mixer.position.overrides("relative")
     if not rotates and not isinstance(mixer.position, NoPosition):
         raise KinformerError(
             f"the position {config.position.kind!r} does not act by turning queries and keys, and kernel attention "
@@ -267,9 +265,6 @@ class LinearAttention(Crosses, CausalMixer):
 
         def __post_init__(self) -> None:
             check_settings(self)
-
-        def build(self, dim: int) -> LinearAttention:
-            return LinearAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from kinformer.core.contract import (
     unit_vectors,
 )
 from kinformer.core.crossing import Crosses
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl, LstmImpl
@@ -100,6 +100,8 @@ class BidirectionalLSTM(EncoderMixer):
     the stream, whose width is even. Both are computed in float32 at least.
     """
 
+    lacks_global = "the mixer lstm does not support global tokens, as it reads tokens in order"
+
     @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lstm"
@@ -112,11 +114,6 @@ class BidirectionalLSTM(EncoderMixer):
             raise KinformerError(f"dim = {dim} is odd, but the mixer lstm has two directions of dim / 2; make it even.")
         self.impl = config.impl
         self.rnn = nn.LSTM(dim, dim // 2, bidirectional=True)
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global(
-            "the mixer lstm does not support global tokens, as it reads tokens in order", global_tokens, global_input
-        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)

@@ -22,7 +22,7 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, within
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.pattern import Band
 from kinformer.core.probe import probe
@@ -118,6 +118,8 @@ class SinkhornAttention(EncoderMixer):
     rows and then of columns; ``cut``: 0 without SortCut.
     """
 
+    lacks_global = "this mixer (sinkhorn) sorts blocks and does not support global tokens"
+
     @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
@@ -133,11 +135,6 @@ class SinkhornAttention(EncoderMixer):
         self.projection = MultiHead.Config(bias=config.bias).build(dim, heads, head_dim)
         self.sorting = SortingNetwork(config, dim)
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global(
-            "this mixer (sinkhorn) sorts blocks and does not support global tokens", global_tokens, global_input
-        )
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
@@ -338,7 +335,8 @@ class CausalSinkhornAttention(CausalMixer):
         count = min((k.shape[2] + block - 1) // block, self.blocks)
         number = number.clamp(max=count - 1)
         k, v = (self._by_position(slots, past - seen if past else None, count) for slots in (k, v))
-        logits = self.outer(self.inner(_before(sums[:, :count]).to(q.dtype)).relu())
+        before = pad(sums.cumsum(1)[:, : count - 1], (0, 0, 1, 0))  # c, the sum of all tokens before each block
+        logits = self.outer(self.inner(before.to(q.dtype)).relu())
         logits = logits.unflatten(-1, (self.config.num_heads, -1))[..., :count].transpose(1, 2).to(sums.dtype)
         if self.config.noise and self.training:
             logits = with_gumbel_noise(logits)
@@ -383,11 +381,6 @@ class CausalSinkhornAttention(CausalMixer):
             at = at.clamp(max=slots.shape[2] - 1)[:, None, :, None].expand(-1, slots.shape[1], -1, slots.shape[3])
             slots = torch.where(there, slots.gather(2, at), slots.new_zeros(()))
         return slots.unflatten(2, (count, self.config.block))
-
-
-def _before(sums: Tensor) -> Tensor:
-    """Return c [batch, blocks, dim], the sum of all tokens before each block."""
-    return pad(sums.cumsum(1)[:, :-1], (0, 0, 1, 0))
 
 
 def _sequences(reset: Tensor, valid: Tensor | None) -> Rows:

@@ -37,7 +37,7 @@ from kinformer.core.contract import (
     select_valid,
     state_dtype,
 )
-from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, refuse_global, within
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceContext, within
 from kinformer.core.parts import features_of
 from kinformer.core.probe import no_weights
 from kinformer.parts.positions import sinusoids
@@ -137,12 +137,8 @@ _NO_WEIGHTS = (
 
 
 class TensorizedAttention(Factors, CausalMixer):
-    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences
-    of at most ``max_length`` tokens.
-
-        T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
-        y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
-    """
+    """Tensorized attention of decoders, as the head of this file has it, for sequences of at most ``max_length``
+    tokens."""
 
     growth = "linear"
 
@@ -151,10 +147,6 @@ class TensorizedAttention(Factors, CausalMixer):
         kind = "tensorized"
         indivisible = "its factors belong to one product, without heads"
         max_length: int = 32
-
-        def build(self, dim: int) -> TensorizedAttention:
-            self.check_even(dim)
-            return TensorizedAttention(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, config.max_length)
@@ -237,21 +229,16 @@ class BidirectionalTensorized(Factors, EncoderMixer):
     so that M is made once, by time^2 dim rank operations. Padding does not count.
     """
 
+    lacks_global = "this mixer (tensorized) weighs pairs of positions"
+
     @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
         max_length: int = 32
 
-        def build(self, dim: int) -> BidirectionalTensorized:
-            self.check_even(dim)
-            return BidirectionalTensorized(self, dim)
-
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, config.max_length)
         self.config, self.max_length = config, config.max_length
-
-    def check(self, global_tokens: bool, global_input: bool) -> None:
-        refuse_global("this mixer (tensorized) weighs pairs of positions", global_tokens, global_input)
 
     def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         self.check(text.global_positions is not None, text.num_global > 0)
@@ -314,10 +301,6 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
         indivisible = "its factors belong to one product, without heads"
         segment: int = 32
         memory: int = 32
-
-        def build(self, dim: int) -> TensorizedMemory:
-            self.check_even(dim)
-            return TensorizedMemory(self, dim)
 
     def __init__(self, config: Config, dim: int) -> None:
         super().__init__(config, dim, config.memory + config.segment)

@@ -16,6 +16,7 @@ import kinformer.mixers.compressive
 import kinformer.mixers.convolutions
 import kinformer.mixers.cross
 import kinformer.mixers.encoders
+import kinformer.mixers.latent
 import kinformer.mixers.linear
 import kinformer.mixers.memory
 import kinformer.mixers.path
@@ -151,7 +152,6 @@ Experts = kinformer.blocks.feed_forward.Experts.Config
 SoftmaxAttention = kinformer.mixers.softmax.SoftmaxAttention.Config
 SegmentMemoryAttention = kinformer.mixers.memory.SegmentMemory.Config
 MemorizingAttention = kinformer.mixers.memory.Memorizing.Config
-LatentAttention = kinformer.mixers.memory.LatentAttention.Config
 SingleHeadAttention = kinformer.mixers.memory.SingleHead.Config
 CompressiveAttention = kinformer.mixers.compressive.Compressive.Config
 PoolCompression = kinformer.mixers.compressive.Pool.Config
@@ -164,6 +164,8 @@ CrossAttention = kinformer.mixers.cross.CrossAttention.Config
 LinearCrossAttention = kinformer.mixers.cross.LinearCrossAttention.Config
 LinformerCrossAttention = kinformer.mixers.cross.LinformerCrossAttention.Config
 PathAttention = kinformer.mixers.path.PathAttention.Config
+LatentAttention = kinformer.mixers.latent.LatentAttention.Config
+IndexedAttention = kinformer.mixers.latent.IndexedAttention.Config
 TTTLinear = kinformer.mixers.ttt.TTTLinear.Config
 RotaryPositions = kinformer.parts.relative_positions.Rope.Config
 ShawPositions = kinformer.parts.relative_positions.Shaw.Config

@@ -47,20 +47,17 @@ class FactorsConfig(Config):
     blocks: int = 1
     positions: bool = True
 
-    def check_even(self, dim: int) -> None:
-        """Refuse a width that sinusoids of positions do not divide into sines and cosines."""
-        if self.positions and dim % 2:
-            raise KinformerError(
-                f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` "
-                "layers.*.mixer.positions=false."
-            )
-
 
 class Factors(nn.Module):
     """The weights: ``pairs`` is W for ``slots`` tokens; ``query_bias`` has u, and w with positions."""
 
     def __init__(self, config: FactorsConfig, dim: int, slots: int) -> None:
         super().__init__()
+        if config.positions and dim % 2:
+            raise KinformerError(
+                f"sinusoids need an even width, but dim = {dim}; give an even one, or `set` "
+                "layers.*.mixer.positions=false."
+            )
         self.dim = dim
         self.terms = 2 if config.positions else 1
         self.qkv = nn.Linear(dim, 3 * config.rank, bias=False)
