@@ -421,4 +421,4 @@ def computed_pairs(call: BandCall) -> int:
     return layout.group * sum(math.prod(tile.shape) for tile in tiles)
 
 
-count_products("band_attention", lambda *call: computed_pairs(BandCall(*call)), given=4)
+count_products("band_attention", lambda *call: computed_pairs(BandCall(*call)), first=4)

@@ -309,12 +309,12 @@ class Cutter:
         self.attended += int(((width - hidden.sum(-1)) * inside).sum())
 
 
-def _additive(hidden: np.ndarray, known: dict[bytes, Tensor]) -> Tensor:
+def _additive(hidden: np.ndarray, masks: dict[bytes, Tensor]) -> Tensor:
     """Return the mask of a run of keys, -inf for ``hidden`` pairs, else 0; equal masks are one tensor."""
     name = bytes(str(hidden.shape), "ascii") + np.packbits(hidden).tobytes()
-    if name not in known:
-        known[name] = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
-    return known[name]
+    if name not in masks:
+        masks[name] = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+    return masks[name]
 
 
 def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:

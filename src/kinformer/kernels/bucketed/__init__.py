@@ -152,7 +152,7 @@ def computed_pairs(call: BucketedCall) -> int:
     return batch * heads * rounds * pairs * rows**2
 
 
-count_products("bucketed_attention", lambda *call: computed_pairs(BucketedCall(*call)), given=4)
+count_products("bucketed_attention", lambda *call: computed_pairs(BucketedCall(*call)), first=4)
 
 NUMBERS, NUMBERS_OF_LINES = 8, 4
 """Arrays of int64 that a layout makes of every slot, and of every line."""

@@ -142,7 +142,7 @@ def seen_pairs(call: ChosenCall) -> int:
     return batch * heads * size * (time + full * count + sum(position // size for position in before))
 
 
-count_products("chosen_blocks", lambda *call: seen_pairs(ChosenCall(*call)), given=3)
+count_products("chosen_blocks", lambda *call: seen_pairs(ChosenCall(*call)), first=3)
 
 
 def _lines(call: ChosenCall) -> int:
@@ -186,7 +186,7 @@ def choice_flops(*arguments: *Uncovered, **_: object) -> int:
     return 2 * _scored(call) * call.q.shape[3]
 
 
-count_products("attend_means", lambda *call: _scored(MeansCall(*call)), given=4)
+count_products("attend_means", lambda *call: _scored(MeansCall(*call)), first=4)
 
 
 @scratch(torch.ops.kinformer.choose_blocks)
