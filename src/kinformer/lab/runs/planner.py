@@ -258,9 +258,11 @@ def _check_sizes(plan: TrainingPlan, task: Task, group: Group) -> TrainingPlan:
     task.check(plan, model)
     longest = getattr(model, "max_length", None)
     if longest is not None and plan.settings.length > longest:
+        changes = position_changes(plan.config, plan.settings.length)
+        longer = " ".join(f"`set` {path}={value}" for path, value in changes.items())
         raise KinformerError(
             f"`length` {plan.settings.length}: this model's positions end at {longest}; give `length` {longest} or less"
-            f"{_longer(plan.config, plan.settings.length)}."
+            f"{f', or {longer}' if changes else ''}."
         )
     return plan
 
@@ -278,12 +280,6 @@ def _require_trained(plan: TrainingPlan, task: Task, model: nn.Module, objective
     if "exits" not in task.objectives:
         remedy = f"{task.name} has none that trains them: give `set` stack=sequential"
     raise KinformerError(f"`objective` {plan.settings.objective}: does not train the stack's exits; {remedy}.")
-
-
-def _longer(config: ModelConfig, length: int) -> str:
-    """Return, for a message, the changes after which a model of ``config`` reads ``length`` positions; "" for none."""
-    changes = position_changes(config, length)
-    return ", or " + " ".join(f"`set` {path}={value}" for path, value in changes.items()) if changes else ""
 
 
 def group_of(parallel: Parallel, device: str) -> Group:
