@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import acos, atan, ceil, cos, exp, inf, lgamma, log, pi, sqrt
@@ -374,8 +374,8 @@ def _floor(comparison: Comparison) -> str:
     worse = [entrant.name for entrant in finished if not metric.better(mean_of(entrant), value)]
     if len(worse) == len(finished):
         return f"Every member is worse than {rule}: do not choose by this."
-    better = _list(item.name for item in finished if item.name not in worse)
-    return f"Better than {rule}: {better}." + (f" Worse: {_list(worse)}." if worse else "")
+    better = ", ".join(item.name for item in finished if item.name not in worse)
+    return f"Better than {rule}: {better}." + (f" Worse: {', '.join(worse)}." if worse else "")
 
 
 def _significance(comparison: Comparison) -> Iterator[str]:
@@ -386,16 +386,17 @@ def _significance(comparison: Comparison) -> Iterator[str]:
 
     if near := [item for item in apart if item.together is not None and not item.significant]:
         least = p_text(min(item.together or 0.0 for item in near)).replace("=", ">=")
-        yield f"Equal within noise ({least}): {_list([best.name, *(item.name for item in near)])}."
+        yield f"Equal within noise ({least}): {', '.join([best.name, *(item.name for item in near)])}."
     if worse := [behind(item, f", {p_text(item.together or 0.0)}") for item in apart if item.significant]:
-        yield f"Significantly worse than {best.name}: {_list(worse)}."
+        yield f"Significantly worse than {best.name}: {', '.join(worse)}."
     untested, noise = [item for item in apart if item.p is None], 0.0
     if "bits" in metric.unit:
         noise = 3 * SEED_SPREAD * mean_of(best)
     if alike := [item.name for item in untested if abs(item.difference) < noise]:
-        yield f"Not told apart by one seed, whose noise is about {shown(metric, noise)}: {_list([best.name, *alike])}."
+        names = ", ".join([best.name, *alike])
+        yield f"Not told apart by one seed, whose noise is about {shown(metric, noise)}: {names}."
     if clear := [behind(item) for item in untested if abs(item.difference) >= noise]:
-        yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {_list(clear)}."
+        yield f"Too few seeds to call it significant ({spelled('`seeds` 3 would tell')}): {', '.join(clear)}."
     if not alike:
         off = spread(best)
         seeds = "one seed" if off is None else (
@@ -435,7 +436,7 @@ def _beyond(comparison: Comparison, ranks: bool) -> Iterator[str]:
     for better in (True, False):
         if better in texts and ranks:
             word = "Better" if better else "Worse"
-            yield f"{word} on the test split with more context than in training: {_list(texts[better])}."
+            yield f"{word} on the test split with more context than in training: {', '.join(texts[better])}."
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
@@ -448,7 +449,7 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
         if entrant.moved:
             moved.setdefault(entrant.moved, []).append(entrant.name)
     for sentence, names in moved.items():
-        yield f"Learning rate{'s' if len(names) > 1 else ''} of {_list(names)}: {sentence}"
+        yield f"Learning rate{'s' if len(names) > 1 else ''} of {', '.join(names)}: {sentence}"
     shares = [share for item in comparison.entrants if (share := item.machine.get("computing")) is not None]
     if text := busy(min(shares, default=None)):
         yield text.replace(" is busy", " was busy").replace("computes", "computed")
@@ -467,7 +468,7 @@ def crossovers_of(comparison: Comparison) -> Iterator[str]:
             name = f"{entrant.name} ({text})" if always else entrant.name
             names_by_sentence.setdefault(always or text, []).append(name)
         for sentence, names in names_by_sentence.items():
-            yield f"{work}, {sentence}: {_list(names)}."
+            yield f"{work}, {sentence}: {', '.join(names)}."
 
 
 def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, str]:
@@ -488,7 +489,3 @@ def crossover(base: str, ours: Mapping[int, float], theirs: Mapping[int, float])
     last = points[-1][1]
     always = f"{'faster' if last <= 0 else 'slower'} than {base} at every length measured"
     return always, f"{exp(abs(last)):.2f} times at {plural(lengths[-1], 'token')}"
-
-
-def _list(items: Iterable[str]) -> str:
-    return ", ".join(items)
