@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels.softmax import (
@@ -24,6 +23,7 @@ from kinformer.kernels.softmax import (
     Scoring,
     Visibility,
     accumulate,
+    count_products,
     dropout_words,
     keep,
     tile_size,
@@ -421,17 +421,4 @@ def computed_pairs(call: BandCall) -> int:
     return layout.group * sum(math.prod(tile.shape) for tile in tiles)
 
 
-@register_flop_formula(torch.ops.kinformer.band_attention, get_raw=True)
-def forward_flops(*arguments: *BandCall, **_: object) -> int:
-    """Return the floating-point operations of a forward call with the operator's arguments."""
-    call = BandCall(*arguments)
-    # S = Q K^T and O = P V
-    return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
-
-
-@register_flop_formula(torch.ops.kinformer.band_attention_backward, get_raw=True)
-def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall], **_: object) -> int:
-    """Return the floating-point operations of a backward call with the operator's arguments."""
-    call = BandCall(*arguments[4:])
-    # S (recomputed), dQ and dK have the width of q; dP and dV have the width of v.
-    return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+count_products("band_attention", lambda *call: computed_pairs(BandCall(*call)), first=4)

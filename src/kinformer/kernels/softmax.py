@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import in_range, state_dtype
 from kinformer.core.parts import Relative, Score
@@ -158,6 +159,25 @@ def accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the shapes of attention's output and log-sum-exp, for an operator's declaration."""
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+def count_products(name: str, pairs: Callable[..., int], first: int) -> None:
+    """Tell PyTorch's FLOP counter the products of the operator ``kinformer::<name>`` and of its backward: two for each
+    pair of a query and a key, five in the backward. ``pairs`` takes the operator's arguments, which begin with q, k and
+    v, and returns how many pairs a call computes. Of the backward's arguments, these begin at number ``first``."""
+
+    def forward(*arguments: Any, **_: object) -> int:
+        # S = Q K^T and O = P V
+        return 2 * pairs(*arguments) * (arguments[0].shape[-1] + arguments[2].shape[-1])
+
+    def backward(*arguments: Any, **_: object) -> int:
+        q, _k, v = arguments[first : first + 3]
+        # S (recomputed), dQ and dK have the width of q; dP and dV have the width of v.
+        return 2 * pairs(*arguments[first:]) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+    operators = torch.ops.kinformer
+    register_flop_formula(getattr(operators, name), get_raw=True)(forward)
+    register_flop_formula(getattr(operators, f"{name}_backward"), get_raw=True)(backward)
 
 
 class Projected(NamedTuple):

@@ -10,26 +10,29 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
 
-_SAFE_PATH = "PYTHONSAFEPATH"
 
-
-@contextmanager
-def safe_path() -> Iterator[None]:
+def safe_path() -> AbstractContextManager[None]:
     """Start the processes of multiprocessing as by ``python -P``; the environment is restored on leaving.
     multiprocessing accepts no options for the interpreter, so this function sets an environment variable. A process
     takes the parent's ``sys.path`` over before it unpickles its task, so it still finds the parent's modules."""
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
+    return variable("PYTHONSAFEPATH", "1")
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable within the context."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            os.environ.pop(_SAFE_PATH, None)
+            os.environ.pop(name, None)
         else:
-            os.environ[_SAFE_PATH] = before
+            os.environ[name] = before
 
 
 def end_with_parent() -> None:

@@ -22,7 +22,7 @@ your mixer too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -179,7 +179,13 @@ class Report:
 def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
     """Run every check in order. A check is not run if a check that it needs failed or was not run. A skipped need
     counts as met, so that a skip does not hide other checks."""
-    report = Report(skipped=_reasons(skip or {}, checks))
+    for name, reason in (skip or {}).items():
+        choose(name, checks, "skip")
+        if not reason.strip():
+            raise KinformerError(
+                f"skip: {name!r} does not have a reason; say in a few words why the property is lacking."
+            )
+    report = Report(skipped=dict(skip or {}))
     for name, check in checks.items():
         if name in report.skipped:
             continue
@@ -272,16 +278,6 @@ def verdict(report: Report) -> Report:
         names = ", ".join(error.check for error in others)
         raise ContractError(first.check, f"{str(first).split('] ', 1)[1]} Also failed: {names}.") from first
     raise first
-
-
-def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    for name, reason in skip.items():
-        choose(name, names, "skip")
-        if not reason.strip():
-            raise KinformerError(
-                f"skip: {name!r} does not have a reason; say in a few words why the property is lacking."
-            )
-    return dict(skip)
 
 
 def verify_config(

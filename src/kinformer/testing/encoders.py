@@ -16,12 +16,13 @@ from kinformer.testing.subject import (
     BITS,
     GRADIENTS,
     VALUES,
+    Examined,
     agree,
     agree_derivatives,
     agree_gradients,
-    built,
     dense_gradients,
     draw,
+    leaves_of,
     require,
 )
 
@@ -43,15 +44,8 @@ class Case(NamedTuple):
         return Case(self.name, self.inputs[index], _of_rows(self.text, index))
 
 
-class EncoderSubject(ABC):
-    """The encoder under examination, which this class builds and runs on ``Case``s."""
-
-    def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
-        self.make, self.batch, self.time = make, batch, time
-
-    def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> nn.Module:
-        """Return a fresh module in eval mode with the same weights on every call."""
-        return built(make or self.make, dtype)
+class EncoderSubject(Examined, ABC):
+    """The encoder under examination, which this class runs on ``Case``s."""
 
     @abstractmethod
     def cases(self) -> Iterator[Case]:
@@ -326,9 +320,7 @@ def implementations(subject: EncoderMixerSubject) -> None:
         for plain in subject.cases():
             case, _, valid = subject.padded(plain)
             got, want = (_outcome(subject, item, case, valid) for item in (module, oracle))
-            agree(f"outputs of {name!r}, {case.name}", got[0], want[0], VALUES)
-            for key, gradient in want[1].items():
-                agree(f"the gradient of {key} by {name!r}, {case.name}", got[1][key], gradient, GRADIENTS)
+            _agree_outcomes(f"implementation {name!r}, {case.name}", got, want)
 
 
 def gradcheck(subject: EncoderMixerSubject) -> None:
@@ -367,9 +359,13 @@ def compile_(subject: EncoderMixerSubject) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             got = _outcome(subject, module, case, run=lambda case: compiled(case.inputs, case.text))  # noqa: B023
-        agree(f"compiled outputs, {case.name}", got[0], want[0], VALUES)
-        for key, gradient in want[1].items():
-            agree(f"the compiled gradient of {key}, {case.name}", got[1][key], gradient, GRADIENTS)
+        _agree_outcomes(f"compiled against eager, {case.name}", got, want)
+
+
+def _agree_outcomes(place: str, got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]]) -> None:
+    agree(f"{place}, outputs", got[0], want[0], VALUES)
+    for name, gradient in want[1].items():
+        agree(f"{place}, gradient of {name}", got[1][name], gradient, GRADIENTS)
 
 
 def _outcome(
@@ -380,17 +376,9 @@ def _outcome(
     run: Callable[[Case], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return outputs, and the gradients of their sum weighted by feature, padding left out."""
-    leaves: dict[str, Tensor] = {
-        f"parameter {name}": named_parameter
-        for name, named_parameter in module.named_parameters()
-        if named_parameter.requires_grad
-    }
-    inputs = case.inputs.clone()
-    if inputs.is_floating_point():
-        leaves["inputs"] = inputs.requires_grad_()
+    inputs, leaves = leaves_of(module, case.inputs)
     case = case._replace(inputs=inputs)
-    outputs = subject.run(module, case) if run is None else run(case)
-    picked = outputs
+    outputs = picked = subject.run(module, case) if run is None else run(case)
     if valid is not None and outputs.shape[:2] == valid.shape:
         picked = outputs[valid]
     loss = (picked.flatten(0, -2) * torch.linspace(-1, 1, outputs.shape[-1], dtype=outputs.dtype)).square().sum()

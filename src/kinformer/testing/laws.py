@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import (
-    ReservedState,
     State,
     detach,
     fork,
@@ -21,6 +20,7 @@ from kinformer.core.state import (
     rebuilt,
     reclaimed,
     reserve,
+    reserved_parts,
     select_rows,
     tensors,
     value,
@@ -40,6 +40,7 @@ from kinformer.testing.subject import (
     alike,
     dense_gradients,
     draw,
+    leaves_of,
     named_leaves,
     require,
 )
@@ -170,24 +171,15 @@ How = Callable[[Subject, nn.Module, Plan, State], tuple[Tensor, State]]
 
 def outcome(subject: Subject, module: nn.Module, how: How, plan: Plan, start: State) -> ContractOutputs:
     """Return outputs, final state, and gradients of a fixed projection of both by inputs, weights and initial state."""
-    leaves: dict[str, Tensor] = {
-        f"parameter {name}": parameter for name, parameter in module.named_parameters() if parameter.requires_grad
-    }
-    inputs = plan.inputs.clone()
-    if inputs.is_floating_point():
-        leaves["inputs"] = inputs.requires_grad_()
+    inputs, leaves = leaves_of(module, plan.inputs)
     if start is not None:
-        start = map_tensors(_as_leaf, start)
+        start = map_tensors(lambda leaf: leaf.detach().clone().requires_grad_(_moves(leaf)), start)
         leaves |= {f"initial {name}": leaf for name, leaf, _ in named_leaves(start) if leaf.requires_grad}
     outputs, state = how(subject, module, plan._replace(inputs=inputs), start)
     seen = outputs if plan.valid is None else outputs[plan.valid]
     loss = (seen * _weights(seen)).sum() + project(state)
     gradients = dense_gradients(loss, list(leaves.values()))
     return ContractOutputs(outputs.detach(), detach(state), dict(zip(leaves, gradients, strict=True)))
-
-
-def _as_leaf(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.is_floating_point() and leaf.numel() > 0)
 
 
 def _weights(values: Tensor) -> Tensor:
@@ -200,7 +192,7 @@ def project(state: State) -> Tensor:
     """Return a fixed linear function of a state's floating leaves that does not depend on the number of empty slots."""
     total = torch.zeros((), dtype=torch.float64)
     for _, leaf, is_slots in named_leaves(state):
-        if leaf.is_floating_point() and leaf.numel():
+        if _moves(leaf):
             newest_first = leaf.flip(2).movedim(2, 1) if is_slots else leaf
             flat = newest_first.reshape(len(leaf), -1)
             total = total + (flat * _weights(flat[0])).sum()
@@ -490,14 +482,14 @@ def _steps(subject: Subject, total: int, masked: bool) -> Iterator[tuple[Tensor,
 def _ownership(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
     """Check that a used state raises an error, and that later steps do not write into a value taken before."""
     owned = reserve(fork(start), subject.time)
-    if not has_reserved(owned):
+    if not any(reserved_parts(owned)):
         return
     inputs = subject.inputs(subject.batch, 3, seed=41)
     taken = value(owned)
     agree_states(f"value of a fresh reservation, {kind}", taken, start, 0.0)
     _, successor = subject.call(module, inputs, owned)
     agree_states(f"value taken before a step of the reservation, {kind}", taken, start, 0.0)
-    require(has_reserved(successor), f"a step of a reserved state gave back a value state, {kind}.")
+    require(any(reserved_parts(successor)), f"a step of a reserved state gave back a value state, {kind}.")
     for use, act in {
         "stepped again": lambda: subject.call(module, inputs, owned),
         "forked": lambda: fork(owned),
@@ -549,19 +541,12 @@ def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> 
         place = f"after {before} tokens when {after + 1} further ones are taken back, {kind}"
         agree(f"outputs {place}", got, want, VALUES)
         agree_states(f"state {place}", now, state)
-        if before and has_reserved(dropped):  # without an earlier step, both states have separate buffers
+        if before and any(reserved_parts(dropped)):  # without an earlier step, both states have separate buffers
             try:
                 value(dropped)
             except KinformerError:
                 continue
             require(False, f"a reserved state could be read once an earlier one was reclaimed, {kind}.")
-
-
-def has_reserved(state: State) -> bool:
-    """Return whether any part of the state is reserved."""
-    if isinstance(state, Tensor):
-        return False
-    return isinstance(state, ReservedState) or any(has_reserved(item) for item in state)
 
 
 # The laws of arithmetic: dtypes, autocast, other implementations, numerical gradients, compilation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -91,14 +92,9 @@ def built(make: Callable[[], M], dtype: torch.dtype) -> M:
     return module.to(dtype).eval()
 
 
-class Subject(ABC):
-    """The interface of the module under examination: how to build it, make inputs for it, and run it.
-
-    ``batch`` rows of ``time`` tokens are enough to cross every window and segment; ``make`` must be repeatable under
-    a fixed seed. Outputs are [batch, time, ...].
-    """
-
-    zero_at_padding: bool
+class Examined:
+    """The module under examination. ``batch`` rows of ``time`` tokens are enough to cross every window and segment;
+    ``make`` must be repeatable under a fixed seed."""
 
     def __init__(self, make: Callable[[], nn.Module], batch: int, time: int) -> None:
         self.make, self.batch, self.time = make, batch, time
@@ -106,6 +102,24 @@ class Subject(ABC):
     def build(self, dtype: torch.dtype = torch.float64, make: Callable[[], nn.Module] | None = None) -> Any:
         """Return a fresh module in eval mode with the same weights on every call."""
         return built(make or self.make, dtype)
+
+
+def leaves_of(module: nn.Module, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a copy of ``inputs``, and the leaves of its gradients by name: the trained weights of ``module``, and the
+    copy itself if it holds floating-point numbers."""
+    weights = ((name, weight) for name, weight in module.named_parameters() if weight.requires_grad)
+    leaves: dict[str, Tensor] = {f"parameter {name}": weight for name, weight in weights}
+    inputs = inputs.clone()
+    if inputs.is_floating_point():
+        leaves["inputs"] = inputs.requires_grad_()
+    return inputs, leaves
+
+
+class Subject(Examined, ABC):
+    """The interface of the module under examination: how to make inputs for it, and how to run it. Outputs are
+    [batch, time, ...]."""
+
+    zero_at_padding: bool
 
     def run(self, module: nn.Module, inputs: Tensor, state: State, *masks: Tensor | None) -> tuple[Tensor, State]:
         """Absorb one chunk after a copy of ``state``, so that a module that writes into its state does not spoil other
@@ -343,15 +357,13 @@ def agree_derivatives(place: str, function: Function, points: Sequence[Tensor]) 
             pairs = [forward_ad.unpack_dual(item) for item in function(*duals)]
             return tuple(torch.zeros_like(y) if tangent is None else tangent for y, tangent in pairs)
 
-    def by_func() -> tuple[Tensor, ...]:
-        plain = tuple(point.detach() for point in points)
-        return torch.func.jvp(function, plain, tuple(direction))[1]
-
+    plain = tuple(point.detach() for point in points)
     slopes = _difference(lambda *at: gradient([item.requires_grad_() for item in at]), points, direction)
     _agree(f"{place}, the second derivative", curvature, slopes)
     rates = _difference(function, points, direction)
-    for name, forward in (("torch.autograd.forward_ad", with_tangents), ("torch.func.jvp", by_func)):
-        _agree(f"{place}, forward mode ({name})", forward, rates)
+    _agree(f"{place}, forward mode (torch.autograd.forward_ad)", with_tangents, rates)
+    by_func = partial(torch.func.jvp, function, plain, tuple(direction))
+    _agree(f"{place}, forward mode (torch.func.jvp)", lambda: by_func()[1], rates)
 
 
 def _difference(function: Function, points: Sequence[Tensor], direction: Sequence[Tensor]) -> list[Tensor]:

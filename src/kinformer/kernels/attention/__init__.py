@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from kinformer.core.attention_state import Quantized
 from kinformer.core.contract import state_dtype
-from kinformer.core.parts import Position, Score
+from kinformer.core.parts import Position, Relative, Score
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels import AttentionImpl, band, block_sparse, names_of
 from kinformer.kernels.attention import reference
@@ -32,6 +32,7 @@ from kinformer.kernels.attention.cached import (
     attend_projected,
     fits,
 )
+from kinformer.kernels.block_sparse.scores import TABLES
 from kinformer.kernels.softmax import (
     Attended,
     AttentionDropout,
@@ -58,7 +59,6 @@ from kinformer.runtime.process import ONEDNN_FROM, by_onednn, processor_class
 
 
 IMPLS = names_of(AttentionImpl)
-_TABLES = ("bias", "factor", "keys", "values")
 
 
 class Needs(NamedTuple):
@@ -82,17 +82,24 @@ class Needs(NamedTuple):
         cls, pattern: Pattern, score: Score, position: Position, dropout: float = 0.0, lse: bool = False
     ) -> Needs:
         """Return the needs of a mixer with these parts."""
-        relative = position.relative(0, 1)
-        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
-        return cls(pattern.band is not None, form=score.form, tables=tables, dropout=dropout > 0, lse=lse)
+        return cls(
+            pattern.band is not None,
+            form=score.form,
+            tables=_tables(position.relative(0, 1)),
+            dropout=dropout > 0,
+            lse=lse,
+        )
 
     @classmethod
     def of_call(cls, visibility: Visibility, scoring: Scoring, lse: bool) -> Needs:
-        pattern, relative = visibility.pattern, scoring.relative
-        tables = () if relative is None else tuple(name for name in _TABLES if getattr(relative, name) is not None)
+        pattern, tables = visibility.pattern, _tables(scoring.relative)
         pairs = visibility.attn_mask is not None or scoring.bias is not None
         band = pattern is None or pattern.band is not None
         return cls(band, pattern is None, scoring.form, tables, scoring.dropout is not None, lse, pairs)
+
+
+def _tables(relative: Relative | None) -> tuple[str, ...]:
+    return () if relative is None else tuple(name for name in TABLES if getattr(relative, name) is not None)
 
 
 def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:

@@ -23,13 +23,12 @@ from kinformer.core.contract import state_dtype
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Pattern, numbered
 from kinformer.kernels.block_sparse.plan import (
-    ByQuery,
     Interval,
     Operands,
     Section,
-    Summed,
     TermPlan,
     Tile,
+    Whole,
     from_classes,
     plan,
     sections,
@@ -101,9 +100,8 @@ class Blocks:
     def __iter__(self) -> Iterator[tuple[Tile, HeadBlock]]:
         for whole in self.plan.tiles:
             for n, heads in self._slices(whole):
-                tile = (
-                    whole if self.reaches is None or not whole.includes_self else whole.within(max(self.reaches[heads]))
-                )
+                within = self.reaches is not None and whole.includes_self
+                tile = whole.within(max(self.reaches[heads])) if within and self.reaches is not None else whole
                 count = heads.stop - heads.start
                 size = self.plan.stride, self.group, tile.last - tile.first, tile.width
                 yield tile, HeadBlock(n, heads, ((n.stop - n.start) // (count * self.plan.stride), count, *size))
@@ -550,7 +548,7 @@ def slot_sums(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: 
 @without_autocast
 def _forward(*arguments: *Call) -> tuple[Tensor, Tensor]:
     call, q, v = Call(*arguments).widened(), arguments[0], arguments[2]
-    out, lse = ByQuery(q, v.shape[-1], q.dtype), ByQuery(q, 1, state_dtype(q.dtype), -torch.inf)
+    out, lse = Whole(q, v.shape[-1], q.dtype), Whole(q, 1, state_dtype(q.dtype), -torch.inf)
     for section in call.sections():
         merged: Attended | None = None
         for loop in call.loops(section):
@@ -583,11 +581,8 @@ def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arg
     grad_out, out = grad_out.to(call.q.dtype), out.to(call.q.dtype)
     delta = (grad_out * out).sum(-1, dtype=lse.dtype).sub_(grad_lse)[..., None]
     grad, top = grad_out / (1 - call.p) if call.p else grad_out, _top(lse)
-    dq, dk, dv = (
-        ByQuery(call.q, call.q.shape[-1], original.q.dtype),
-        Summed(call.k, lse.dtype),
-        Summed(call.v, lse.dtype),
-    )
+    dq = Whole(call.q, call.q.shape[-1], original.q.dtype)
+    dk, dv = (Whole(x, x.shape[-1], lse.dtype) for x in (call.k, call.v))
     others = {name: getattr(original, name) for name in LEARNED}
     sums = {name: x.new_zeros(x.shape, dtype=lse.dtype) for name, x in others.items() if x is not None}
     learned = ("keys", "values", *("bias",) * learn_bias, *("factor",) * learn_factor)

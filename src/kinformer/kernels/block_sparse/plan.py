@@ -266,14 +266,16 @@ class Cutter:
         edge = np.zeros(len(keys), dtype=bool)
         edge[partial] = hidden.any((0, 1))
         index = np.cumsum(partial) - 1
-        masks = tuple(
-            PartialMask(start, stop, self._mask(hidden, partial[start:stop], index[start:stop]))
-            for start, stop in runs_of(edge)
-        )
+        masks = []
+        for start, stop in runs_of(edge):
+            inside, at = partial[start:stop], index[start:stop]
+            run = np.zeros((*hidden.shape[:2], stop - start), dtype=bool)
+            run[..., inside] = hidden[..., at[inside]]
+            masks.append(PartialMask(start, stop, _additive(run, self.masks_by_bytes)))
         runs = tuple(DistanceRun(start, stop, first - int(keys[start])) for start, stop in _neighbours(keys))
         slots = self.end - 1 - keys if self.newest_first else keys - self.origin
         queries = first - self.query_origin, last - self.query_origin
-        return Tile(*queries, _addresses(slots), len(keys), masks, runs, sees_itself and len(runs) == 1)
+        return Tile(*queries, _addresses(slots), len(keys), tuple(masks), runs, sees_itself and len(runs) == 1)
 
     def _sees_itself(self, first: int, last: int, keys: Ints, partial: np.ndarray, hidden: np.ndarray) -> bool:
         """Return whether each of the tile's queries sees the key at its own position."""
@@ -300,20 +302,19 @@ class Cutter:
         hidden = (~seen).expand(self.stride, last - first, len(keys)).numpy()
         return hidden[:1] if (hidden == hidden[:1]).all() else hidden
 
-    def _mask(self, hidden: np.ndarray, partial: np.ndarray, index: Ints) -> Tensor:
-        """Return the additive mask of a run of keys; equal masks are one tensor."""
-        run = np.zeros((*hidden.shape[:2], len(partial)), dtype=bool)
-        run[..., partial] = hidden[..., index[partial]]
-        name = bytes(str(run.shape), "ascii") + np.packbits(run).tobytes()
-        if name not in self.masks_by_bytes:
-            self.masks_by_bytes[name] = torch.zeros(run.shape).masked_fill_(torch.from_numpy(run), -torch.inf)
-        return self.masks_by_bytes[name]
-
     def _count(self, first: int, last: int, width: int, hidden: np.ndarray) -> None:
         positions = np.arange(first, last) * self.stride + self.classes[:, None]
         inside = (positions >= self.interval.query) & (positions < self.interval.stop)
         self.computed += positions.size * width
         self.attended += int(((width - hidden.sum(-1)) * inside).sum())
+
+
+def _additive(hidden: np.ndarray, masks: dict[bytes, Tensor]) -> Tensor:
+    """Return the mask of a run of keys, -inf for ``hidden`` pairs, else 0; equal masks are one tensor."""
+    name = bytes(str(hidden.shape), "ascii") + np.packbits(hidden).tobytes()
+    if name not in masks:
+        masks[name] = torch.zeros(hidden.shape).masked_fill_(torch.from_numpy(hidden), -torch.inf)
+    return masks[name]
 
 
 def runs_of(flags: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -399,18 +400,11 @@ def _tile(tiles: Sequence[Tile | None], masks_by_bytes: dict[bytes, Tensor]) -> 
         hidden[head, :, : tile.width] = False
         for mask in tile.masks:
             hidden[head, :, mask.start : mask.stop] = mask.values[0].isinf().numpy()
-    masks = tuple(_masks(hidden, masks_by_bytes))
-    return Tile(some.first, some.last, torch.from_numpy(keys), width, masks, ())
-
-
-def _masks(hidden: np.ndarray, masks_by_bytes: dict[bytes, Tensor]) -> Iterator[PartialMask]:
-    """Yield masks over the keys that some query must not see; equal masks are one tensor."""
-    for start, stop in runs_of(np.asarray(hidden.any((0, 1)))):
-        block = np.ascontiguousarray(hidden[:, None, :, start:stop])
-        name = bytes(str(block.shape), "ascii") + np.packbits(block).tobytes()
-        if name not in masks_by_bytes:
-            masks_by_bytes[name] = torch.zeros(block.shape).masked_fill_(torch.from_numpy(block), -torch.inf)
-        yield PartialMask(start, stop, masks_by_bytes[name])
+    masks = (
+        PartialMask(start, stop, _additive(np.ascontiguousarray(hidden[:, None, :, start:stop]), masks_by_bytes))
+        for start, stop in runs_of(np.asarray(hidden.any((0, 1))))
+    )
+    return Tile(some.first, some.last, torch.from_numpy(keys), width, tuple(masks), ())
 
 
 # Splits a call into sections: rows, times and heads that one plan serves.
@@ -499,15 +493,15 @@ class Operands(NamedTuple):
     padding: Tensor | None = None
 
 
-class ByQuery:
-    """A result by query, [batch, q_heads, time, width], put together section by section."""
+class Whole:
+    """A result [batch, heads, length, width] by query or by key, put together or summed section by section."""
 
-    def __init__(self, q: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:
-        self.shape, self.dtype, self.fill, self.like = (*q.shape[:3], width), dtype, fill, q
+    def __init__(self, like: Tensor, width: int, dtype: torch.dtype, fill: float = 0.0) -> None:
+        self.shape, self.dtype, self.fill, self.like = (*like.shape[:3], width), dtype, fill, like
         self.total: Tensor | None = None
 
     def put(self, section: Section, x: Tensor) -> None:
-        """Write ``x`` [rows * kv_heads, group, time, width] to its section."""
+        """Write ``x`` [rows * kv_heads, group, time, width], by query, to its section."""
         x = x.to(self.dtype)
         if section.covers(section.times, self.shape[2]):
             self.total = x.reshape(self.shape)
@@ -516,23 +510,10 @@ class ByQuery:
         rows, heads = section.index_in(target, 1)
         target[rows, heads] = x.reshape(len(rows), heads.shape[0], *target.shape[2:])
 
-    def value(self) -> Tensor:
-        if self.total is None:
-            self.total = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
-        return self.total
-
-
-class Summed:
-    """A sum by key, [batch, kv_heads, slots, width], over sections and their terms."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.like, self.dtype = like, dtype
-        self.total: Tensor | None = None
-
     def add(self, section: Section, x: Tensor, group: int) -> None:
-        """Add ``x`` [rows * kv_heads, slots, width] to its section."""
-        if section.covers(section.slots, self.like.shape[2]):
-            x = x.reshape(self.like.shape)
+        """Add ``x`` [rows * kv_heads, slots, width], by key, to its section."""
+        if section.covers(section.slots, self.shape[2]):
+            x = x.reshape(self.shape)
             self.total = x if self.total is None else self.total.add_(x)
             return
         target = self.value()[:, :, section.slots]
@@ -541,7 +522,7 @@ class Summed:
 
     def value(self) -> Tensor:
         if self.total is None:
-            self.total = self.like.new_zeros(self.like.shape, dtype=self.dtype)
+            self.total = self.like.new_full(self.shape, self.fill, dtype=self.dtype)
         return self.total
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from kinformer.core.contract import state_dtype
 from kinformer.kernels import BucketedImpl, names_of
@@ -33,7 +32,7 @@ from kinformer.kernels.bucketed.chunked import (
     needed,
     rows_per_tile,
 )
-from kinformer.kernels.softmax import Attended
+from kinformer.kernels.softmax import Attended, count_products
 from kinformer.runtime.autograd import no_autocast, transformed
 from kinformer.runtime.compiling import scratch
 from kinformer.runtime.errors import KinformerError
@@ -153,19 +152,7 @@ def computed_pairs(call: BucketedCall) -> int:
     return batch * heads * rounds * pairs * rows**2
 
 
-@register_flop_formula(torch.ops.kinformer.bucketed_attention, get_raw=True)
-def forward_flops(*arguments: *BucketedCall, **_: object) -> int:
-    """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
-    call = BucketedCall(*arguments)
-    return 2 * computed_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
-
-
-@register_flop_formula(torch.ops.kinformer.bucketed_attention_backward, get_raw=True)
-def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall], **_: object) -> int:
-    """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
-    call = BucketedCall(*arguments[4:])
-    return 2 * computed_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
-
+count_products("bucketed_attention", lambda *call: computed_pairs(BucketedCall(*call)), first=4)
 
 NUMBERS, NUMBERS_OF_LINES = 8, 4
 """Arrays of int64 that a layout makes of every slot, and of every line."""

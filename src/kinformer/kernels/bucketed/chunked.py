@@ -102,16 +102,13 @@ def _by_depth(tiles: Tensor, depth: int, per_chunk: int, rows: int) -> _Order:
     counts = (tiles[:, None] > torch.arange(depth, device=tiles.device)).sum(0)
     first = counts.cumsum(0) - counts
     begins = first if depth else tiles.new_zeros(1)
-    blocks = list(_blocks_of_depths(first.tolist(), counts.tolist(), per_chunk, rows, tile_size(PAIRS, tiles.device)))
+    starts, pairs, blocks = first.tolist(), tile_size(PAIRS, tiles.device), list[Block]()
+    for at, count in enumerate(counts.tolist()):
+        lowest = max(0, at // per_chunk - 1) * per_chunk
+        for begin, end in _pieces(0, count, pairs // (rows**2 * (at - lowest + 1))):
+            keys = [slice(starts[index] + begin, starts[index] + end) for index in range(lowest, at + 1)]
+            blocks.append(Block(keys[-1], keys))
     return lambda run, tile: begins[tile] + column[run], int(counts.sum()), blocks, None
-
-
-def _blocks_of_depths(first: list[int], counts: list[int], per_chunk: int, rows: int, pairs: int) -> Iterator[Block]:
-    for depth, tiles in enumerate(counts):
-        lowest = max(0, depth // per_chunk - 1) * per_chunk
-        for begin, end in _pieces(0, tiles, pairs // (rows**2 * (depth - lowest + 1))):
-            keys = [slice(first[index] + begin, first[index] + end) for index in range(lowest, depth + 1)]
-            yield Block(keys[-1], keys)
 
 
 def _pieces(begin: int, end: int, limit: int) -> Iterator[tuple[int, int]]:

@@ -37,6 +37,7 @@ from kinformer.kernels.chosen.choice import (
     steps,
 )
 from kinformer.kernels.chosen.chunked import LINES, PAIRS, ChosenCall, attend_few
+from kinformer.kernels.softmax import count_products
 from kinformer.runtime.autograd import transformed
 from kinformer.runtime.compiling import scratch
 from kinformer.runtime.errors import KinformerError
@@ -141,18 +142,7 @@ def seen_pairs(call: ChosenCall) -> int:
     return batch * heads * size * (time + full * count + sum(position // size for position in before))
 
 
-@register_flop_formula(torch.ops.kinformer.chosen_blocks, get_raw=True)
-def forward_flops(*arguments: *ChosenCall, **_: object) -> int:
-    """Return the floating-point operations of a forward call with the operator's arguments: two products a pair."""
-    call = ChosenCall(*arguments)
-    return 2 * seen_pairs(call) * (call.q.shape[-1] + call.v.shape[-1])
-
-
-@register_flop_formula(torch.ops.kinformer.chosen_blocks_backward, get_raw=True)
-def backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, *ChosenCall], **_: object) -> int:
-    """Return the floating-point operations of a backward call with the operator's arguments: five products a pair."""
-    call = ChosenCall(*arguments[3:])
-    return 2 * seen_pairs(call) * (3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+count_products("chosen_blocks", lambda *call: seen_pairs(ChosenCall(*call)), first=3)
 
 
 def _lines(call: ChosenCall) -> int:
@@ -196,18 +186,7 @@ def choice_flops(*arguments: *Uncovered, **_: object) -> int:
     return 2 * _scored(call) * call.q.shape[3]
 
 
-@register_flop_formula(torch.ops.kinformer.attend_means, get_raw=True)
-def means_flops(*arguments: *MeansCall, **_: object) -> int:
-    """Return the floating-point operations of attention to means: two products a pair."""
-    call = MeansCall(*arguments)
-    return 2 * _scored(call) * (call.q.shape[3] + call.v.shape[3])
-
-
-@register_flop_formula(torch.ops.kinformer.attend_means_backward, get_raw=True)
-def means_backward_flops(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *Uncovered], **_: object) -> int:
-    """Return the floating-point operations of its backward: five products a pair."""
-    call = MeansCall(*arguments[4:])
-    return 2 * _scored(call) * (3 * call.q.shape[3] + 2 * call.v.shape[3])
+count_products("attend_means", lambda *call: _scored(MeansCall(*call)), first=4)
 
 
 @scratch(torch.ops.kinformer.choose_blocks)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from kinformer.kernels import LinearImpl
 from kinformer.kernels.delta.chunked import chunked
-from kinformer.kernels.linear import check_call, check_decay, choose_impl
+from kinformer.kernels.linear import check_call, check_decay, check_shapes, choose_impl
 from kinformer.kernels.linear.chunked import operand_dtype
 from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
 from kinformer.runtime.compiling import substitute
@@ -55,7 +55,7 @@ def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 2).to(v.dtype), w
 
 
-__all__ = ["DeltaSummary", "DeltaTokens", "absorb", "delta_rule", "delta_steps", "one_by_one", "summarise"]
+__all__ = ["DeltaSummary", "DeltaTokens", "absorb", "delta_rule", "delta_steps", "one_by_one", "summarise_delta"]
 
 
 def delta_rule(
@@ -182,11 +182,7 @@ def _triton(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def _validate(tokens: DeltaTokens, state: Tensor, name: str, impl: LinearImpl) -> None:
     q, k, v, beta, _, log_decay, reset, early = tokens
-    if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
-        raise KinformerError(
-            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
-            "[batch, heads, time, features] and v as [batch, heads, time, head_dim] with at least one token."
-        )
+    check_shapes(name, q, k, v, log_decay, reset)
     batch, heads, time, features = q.shape
     if beta.shape != (batch, heads, time):
         raise KinformerError(
@@ -197,11 +193,6 @@ def _validate(tokens: DeltaTokens, state: Tensor, name: str, impl: LinearImpl) -
             f"{name}: state {tuple(state.shape)} does not fit the inputs; expected "
             f"{(batch, heads, features, v.shape[3])}: begin with zeros of this shape."
         )
-    if reset is not None and reset.shape != (batch, time):
-        raise KinformerError(
-            f"{name}: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
-        )
-    check_decay(name, q, log_decay)
     if early and (impl == "triton" or (log_decay is not None and log_decay.dim() == 4)):
         raise KinformerError(
             f"{name}: early reads have no Triton kernel and no decay by channel; use "

@@ -67,6 +67,7 @@ __all__ = [
     "LinearSummary",
     "check_call",
     "check_decay",
+    "check_shapes",
     "check_triton",
     "choose_impl",
     "linear_attention",
@@ -97,8 +98,14 @@ def linear_attention(
 
     Raises KinformerError for an unknown ``impl`` or one that cannot do this, and for shapes that do not fit.
     """
-    _validate(q, k, v, state, reset)
-    check_decay("linear_attention", q, log_decay)
+    check_shapes("linear_attention", q, k, v, log_decay, reset)
+    batch, heads, _, features = q.shape
+    if state.s.shape != (batch, heads, features, v.shape[3]) or state.z.shape != (batch, heads, features):
+        raise KinformerError(
+            f"linear_attention: state s {tuple(state.s.shape)}, z {tuple(state.z.shape)} does not fit the inputs; "
+            f"expected {(batch, heads, features, v.shape[3])} and {(batch, heads, features)}: begin with zeros of "
+            "these shapes."
+        )
     if (operator := substitute("linear_attention")) is not None and reset is None:
         out, s, z = operator(q, k, v, state.s, state.z, log_decay, eps)
         return out, LinearState(s, z)
@@ -124,22 +131,19 @@ def check_decay(name: str, q: Tensor, log_decay: Tensor | None) -> None:
         )
 
 
-def _validate(q: Tensor, k: Tensor, v: Tensor, state: LinearState, reset: Tensor | None) -> None:
+def check_shapes(
+    name: str, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, reset: Tensor | None = None
+) -> None:
+    """Refuse a chunk whose shapes do not fit each other, on behalf of the function called ``name``."""
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or q.shape[:3] != v.shape[:3] or q.shape[2] == 0:
         raise KinformerError(
-            f"linear_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
+            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass q and k as "
             "[batch, heads, time, features] and v as [batch, heads, time, head_dim] with at least one token."
         )
-    batch, heads, time, features = q.shape
-    if state.s.shape != (batch, heads, features, v.shape[3]) or state.z.shape != (batch, heads, features):
+    check_decay(name, q, log_decay)
+    if reset is not None and reset.shape != (expected := (q.shape[0], q.shape[2])):
         raise KinformerError(
-            f"linear_attention: state s {tuple(state.s.shape)}, z {tuple(state.z.shape)} does not fit the inputs; "
-            f"expected {(batch, heads, features, v.shape[3])} and {(batch, heads, features)}: begin with zeros of "
-            "these shapes."
-        )
-    if reset is not None and reset.shape != (batch, time):
-        raise KinformerError(
-            f"linear_attention: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {(batch, time)} booleans."
+            f"{name}: reset {tuple(reset.shape)} does not fit; pass [batch, time] = {expected} booleans."
         )
 
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
-from torch.nn import functional as F
 
 from kinformer.kernels.linear.sequence import LinearSequence, accumulator_dtype
 from kinformer.runtime.autograd import Context, Gradients, autocast_dtype, first_order, no_autocast
@@ -273,7 +272,7 @@ class SequenceBlocks:
         """Return [batch, heads, time, n] as [rows * count, size, n], the last block filled up with zeros."""
         missing = self.count * self.size - self.time
         if missing:
-            x = F.pad(x, (0, 0, 0, missing))
+            x = functional.pad(x, (0, 0, 0, missing))
         return x.reshape(self.rows * self.count, self.size, x.shape[-1])
 
     def join(self, x: Tensor) -> Tensor:
@@ -362,7 +361,7 @@ def cut(
 
 def number(reset: Tensor, count: int, size: int) -> Tensor:
     """Return how many of ``reset`` [batch, time] stand in a block up to each token, [batch, count, size]."""
-    flags = F.pad(reset.long(), (0, count * size - reset.shape[1]))
+    flags = functional.pad(reset.long(), (0, count * size - reset.shape[1]))
     return flags.view(-1, count, size).cumsum(-1)
 
 
@@ -387,7 +386,7 @@ def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> S
 def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype, early: bool) -> SequenceBlocks:
     per_channel = log_decay.dim() == 4
     sums = blocks.split(log_decay if per_channel else log_decay.unsqueeze(-1)).cumsum(1)
-    last, read = sums[:, -1:], F.pad(sums[:, :-1], (0, 0, 1, 0)) if early else sums
+    last, read = sums[:, -1:], functional.pad(sums[:, :-1], (0, 0, 1, 0)) if early else sums
     if per_channel and tile_of(sums) == blocks.size:
         return replace(blocks, fold=_fold(blocks, sums, dtype))
     decayed = replace(

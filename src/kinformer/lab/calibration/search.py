@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kinformer.adaptive.rules import AtExit, ExitRule, ThresholdRule
 from kinformer.lab.data import Split
-from kinformer.lab.evaluation.bits import Windows, batches
+from kinformer.lab.evaluation.bits import Windows, window_rows
 from kinformer.lab.evaluation.depths import with_rule
 
 _AT_ONCE = 1 << 22
@@ -74,9 +74,7 @@ def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Ou
     stack, last = model.stack, []
     recorder = _Recorder(stack.rule)
     with torch.inference_mode(), with_rule(stack, recorder):
-        for group in batches(len(split) - 1, windows, max(1, chunk // windows.context)):
-            rows = split.rows(np.array([window.start for window in group]), group[0].size + 1)
-            tokens = torch.from_numpy(rows).to(model.input.device)
+        for tokens, _ in window_rows(split, windows, max(1, chunk // windows.context), model.input.device):
             recorder.targets = tokens[:, 1:].flatten()
             logits, _ = model(tokens[:, :-1])
             last.append(recorder.nats_of(logits.flatten(0, 1)))

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +17,7 @@ import tyro
 from kinformer.family.record import Member
 from kinformer.family.table import FAMILY, member, members
 from kinformer.lab.cli.form import CommonOptions
-from kinformer.lab.cli.output import print_json, print_table, runs
+from kinformer.lab.cli.output import print_json, print_table
 from kinformer.lab.drawing.options import DrawOptions
 from kinformer.lab.estimation.options import SubjectOptions
 from kinformer.lab.tasks.evaluation import TextTable
@@ -263,10 +263,13 @@ def setting_rows(config: Config, indent: str, brief: bool, explain: bool = True)
             yield f"{indent}{name}: {value.kind}".rstrip(), text
             yield from setting_rows(value, f"{indent}  ", brief, explain)
         elif isinstance(value, tuple) and value and isinstance(value[0], Config):
-            for first, last, item in runs(value):
+            first = 0
+            for item, equal in groupby(value):
+                last = first + len(list(equal)) - 1
                 numbers = str(first) if first == last else f"{first} to {last}"
                 yield f"{indent}{name} {numbers}: {item.kind}".rstrip(), text
                 yield from setting_rows(item, f"{indent}  ", brief, explain)
+                first = last + 1
         else:
             yield f"{indent}{name} = {to_dict(value)}", text
     if same and not explain:

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from kinformer.lab.cli.form import Printing
 
 
-T = TypeVar("T")
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
 """The time at which the command began, by ``time.monotonic()``."""
 
@@ -134,13 +132,6 @@ def _print_framed(headers: Sequence[str], rows: Sequence[Sequence[str]], numeric
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)
-
-
-def runs(items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
-    """Yield (first, last, item) of each run of equal items."""
-    starts = [index for index in range(len(items)) if index == 0 or items[index] != items[index - 1]]
-    for first, end in pairwise([*starts, len(items)]):
-        yield first, end - 1, items[first]
 
 
 # The process of a command: its standard streams, its garbage collection, and its settings for computing.

@@ -84,17 +84,10 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
         print()
         return
     print(f"\nserving in {options.precision}, the state of rows at their full length:")
-    served = [
-        (
-            cost.devices,
-            size(cost.weights),
-            size(cost.state),
-            f"{cost.rows:,}",
-            f"{1000 * cost.seconds:.2g} ms",
-            _two_digits(cost.tokens_per_second),
-        )
-        for cost in cluster.serving
-    ]
+    served = []
+    for cost in cluster.serving:
+        amounts = size(cost.weights), size(cost.state), f"{cost.rows:,}", f"{1000 * cost.seconds:.2g} ms"
+        served.append((cost.devices, *amounts, _two_digits(cost.tokens_per_second)))
     columns = (
         "devices a row",
         "weights",
@@ -112,17 +105,10 @@ def _two_digits(value: float) -> str:
 
 
 def _print_parts(result: MemberEstimate) -> None:
-    rows = [
-        (
-            row.part,
-            f"{row.parameters:,}",
-            flops(row.flops_inference),
-            flops(row.flops_forward),
-            flops(row.flops_forward + row.flops_backward),
-            size(row.activation_bytes),
-        )
-        for row in result.parts
-    ]
+    rows = []
+    for row in result.parts:
+        work = map(flops, (row.flops_inference, row.flops_forward, row.flops_forward + row.flops_backward))
+        rows.append((row.part, f"{row.parameters:,}", *work, size(row.activation_bytes)))
     activations = size(result.memory["train"]["activations"])
     inference, forward, step = map(flops, (result.flops_inference, result.flops_forward, result.flops_step))
     rows.append(("total", f"{result.parameters:,}", inference, forward, step, activations))
@@ -179,7 +165,7 @@ class Bench(BenchOptions, CommonOptions):
 
 
 def _text(timed: timing.Bench) -> Iterator[str | TextTable]:
-    from kinformer.lab.comparison.bench import PLAIN, WORK_NAMES
+    from kinformer.lab.comparison.bench import PLAIN, WORK_NAMES, seconds_of
     from kinformer.lab.comparison.speed import described
 
     facts, floor = timed.facts, timed.floor
@@ -193,7 +179,7 @@ def _text(timed: timing.Bench) -> Iterator[str | TextTable]:
     if facts["peers"]:
         yield "beside them: " + ", ".join(f"{name} ({version})" for name, version in facts["peers"].items())
     for work in dict.fromkeys(item.work for item in timed.timings):
-        base = timed.seconds(PLAIN, work)
+        base = seconds_of(timed.timings, PLAIN, work)
         rows = []
         for timing in timed.timings:
             if timing.work != work:

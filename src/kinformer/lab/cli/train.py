@@ -82,10 +82,7 @@ class Launch(CommonOptions):
             return 0
         total = self.nodes * self.processes
         member(training.member), training.folder  # refuse an unknown member, then a missing folder
-        if training.devices not in (1, total):
-            flag = f"`devices` {training.devices}" if training.parallel is None else f"`parallel` {training.parallel}"
-            remedy = "leave `devices` out" if training.parallel is None else f"give sizes whose product is {total}"
-            raise KinformerError(f"{flag}: {self.nodes} x {self.processes} are {total} processes; {remedy}.")
+        training.require_processes(total, f"{self.nodes} x {self.processes} are {total} processes")
         if self.to == "torchrun" and self.nodes > 1 and not re.fullmatch(r"[\w.:\[\]-]+", self.host or ""):
             raise KinformerError("`host`: torchrun's line needs the first machine's name or address; give it.")
         if self.to == "slurm":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict, TypeVar
@@ -74,11 +74,6 @@ class Bench:
         """The benchmark as data that JSON can hold."""
         return asdict(self)
 
-    def seconds(self, name: str, work: str) -> dict[int, float]:
-        """Return the seconds of one member's work by length."""
-        timed = [timing for timing in self.timings if (timing.member, timing.work) == (name, work)]
-        return {timing.length: timing.seconds for timing in timed}
-
 
 @seeding
 def bench(members: Sequence[str], options: BenchOptions) -> Bench:
@@ -102,14 +97,14 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
         for length in options.sizes:
             timings += _timed(models | peers, work, length, options, device, floor)
     memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
-    result = Bench(
-        members=(*models, *peers), timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
-        crossings=(), machine=machine(device),
+    names = (*models, *peers)
+    return Bench(
+        members=names, timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
+        crossings=tuple(_crossings(names, timings, options)), machine=machine(device),
         facts={"recipe": options.recipe, "batch": options.batch_size, "rounds": options.rounds,
                "set": dict(options.set), "date": time.strftime("%Y-%m-%d"),
                "peers": {name: peer.version for name, peer in peers.items()}},
     )  # fmt: skip
-    return Bench(**{**vars(result), "crossings": tuple(_crossings(result, options))})
 
 
 def _config(name: str, options: BenchOptions) -> ModelConfig:
@@ -185,15 +180,17 @@ def peaks_of(data: Mapping[str, object], lengths: Sequence[int], batch: int, dev
     return list(step_peaks(model_config(data).build().to(device), lengths, batch, device))
 
 
-def _crossings(timed: Bench, options: BenchOptions) -> list[str]:
-    if len(options.sizes) < 2:
-        return []
-    sentences = []
+def seconds_of(timings: Sequence[Timing], name: str, work: str) -> dict[int, float]:
+    """Return the seconds of one member's work by length."""
+    return {timing.length: timing.seconds for timing in timings if (timing.member, timing.work) == (name, work)}
+
+
+def _crossings(names: Sequence[str], timings: Sequence[Timing], options: BenchOptions) -> Iterator[str]:
+    """Yield a sentence about each member and work that were timed at two lengths or more beside plain attention."""
     for work in options.works:
-        base = timed.seconds(PLAIN, work)
-        for name in timed.members:
-            ours = timed.seconds(name, work)
+        base = seconds_of(timings, PLAIN, work)
+        for name in names:
+            ours = seconds_of(timings, name, work)
             if name != PLAIN and len(ours.keys() & base.keys()) > 1:
                 always, text = words.crossover(PLAIN, ours, base)
-                sentences.append(f"In {WORK_NAMES[work]}, {name} is {', '.join(filter(None, (always, text)))}.")
-    return sentences
+                yield f"In {WORK_NAMES[work]}, {name} is {', '.join(filter(None, (always, text)))}."

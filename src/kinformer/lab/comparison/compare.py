@@ -24,7 +24,6 @@ from kinformer.lab.comparison.plan import (
     entrants,
     facts,
     guarded,
-    settings_of,
     still_in,
     with_length,
     with_tokenizer,
@@ -122,7 +121,7 @@ def compare(
             "use": options.for_,
             "sweep_steps": sorted({sweep_steps(options, count) for count in made}) if options.sweep else [],
         },
-        settings=settings_of(first.base.settings()),
+        settings=dict(vars(first.base.settings())),
         seconds={stage: round(seconds, 2) for stage, seconds in clock.seconds.items()},
         entrants=tuple(_record(contestant, where) for contestant in contestants_),
     )
@@ -288,7 +287,7 @@ def _record(contestant: Contestant, where: MachineFacts) -> EntrantRecord:
     """Return the complete record of a contestant; ``where`` describes the machine of the measurements."""
     base, record = contestant.base, contestant.record
     more = {"lr": record.lr, "own": dict(base.task_options), "recipe": base.recipe}
-    settings = {name: value for name, value in settings_of(base.settings()).items() if name != "seed"} | more
+    settings = {name: value for name, value in vars(base.settings()).items() if name != "seed"} | more
     return record.replace(parameters=contestant.parameters, error=contestant.error, machine=where, settings=settings)
 
 

@@ -226,11 +226,6 @@ def facts(entrant: Entrant, config: ModelConfig) -> FactSheet:
     }
 
 
-def settings_of(settings: Settings) -> dict[str, object]:
-    """Return the settings of training as data that JSON can hold."""
-    return {field.name: getattr(settings, field.name) for field in fields(settings)}
-
-
 USUAL_LENGTH = 256
 
 

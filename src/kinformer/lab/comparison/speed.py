@@ -8,13 +8,13 @@ import platform
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -28,9 +28,8 @@ from kinformer.lab.comparison import works
 from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, guarded, planned, still_in
 from kinformer.lab.comparison.record import Cache, LengthBytes, MachineFacts, Memory, SpeedPoint, key_of
+from kinformer.lab.runs.minutes import measured_update
 from kinformer.lab.runs.options import TrainOptions
-from kinformer.lab.training.distributed import Group
-from kinformer.lab.training.loop import Trainer
 from kinformer.runtime.errors import KinformerError, memory_sentence, plural
 from kinformer.runtime.process import process_peak, processor
 from kinformer.runtime.progress import note
@@ -109,14 +108,10 @@ class Peak:
     def _read(self, peak: bool) -> int:
         if self.device.startswith("cuda"):
             return (torch.cuda.max_memory_allocated if peak else torch.cuda.memory_allocated)(self.device)
-        return _status("VmHWM" if peak else "VmRSS") if sys.platform == "linux" else process_peak()
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {name}")
+        if sys.platform != "linux":
+            return process_peak()
+        name, lines = "VmHWM" if peak else "VmRSS", Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 def in_fresh_process(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -160,7 +155,7 @@ def machine(device: str) -> MachineFacts:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {"kinformer": __version__, **{name: _version(name) for name in ("torch", "numpy")}},
+        "versions": {"kinformer": __version__, **{name: version(name) for name in ("torch", "numpy")}},
     }
 
 
@@ -168,13 +163,6 @@ def described(facts: MachineFacts) -> str:
     """Return a machine's facts as one phrase."""
     threads = plural(facts["threads"], "thread") if facts.get("threads") else "threads unknown"
     return f"{facts.get('processor') or facts.get('architecture')}, {facts.get('device')}, {threads}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -232,16 +220,12 @@ BATCHES = (1, 16)
 PROMPT = 128
 
 
-def stepper(options: TrainOptions, folder: Path, device: torch.device) -> Callable[[], object]:
+def stepper(options: TrainOptions, device: str) -> Callable[[], object]:
     """Return a function that makes a training step with the trainer's code, at a learning rate of 0."""
     task, plan = planned(options)
-    torch.manual_seed(plan.settings.seed)
-    model = plan.config.build()
-    data = task.data_module(plan)
-    trainer = Trainer(model, data, task.objective(plan.settings.objective, model, data), plan.settings, folder,
-                      Group(device), quiet=True)  # fmt: skip
-    numbers = iter(range(1 << 30))
-    return lambda: float(trainer.update(next(numbers), 0.0, 0.0).loss)
+    update, _ = measured_update(plan, task, device)
+    numbers = count()
+    return lambda: float(update(next(numbers), 0.0, 0.0).loss)
 
 
 def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, cache: Cache) -> None:
@@ -256,26 +240,20 @@ def training_speeds(contestants: Sequence[Contestant], options: CompareOptions, 
     if not missing:
         return
     anchor = still_in(contestants)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        steps = {}
-        for contestant in missing if anchor in missing else [anchor, *missing]:
-            with guarded(contestant, "its first training steps"):
-                job = contestant.options(Path(folder), options.middle, options.seed, 1)
-                first = stepper(job, Path(folder), device)
-                first()
-                steps[contestant.name] = first
-        seconds = in_turns(steps, options.rounds, str(device))
+    steps = {}
+    for contestant in missing if anchor in missing else [anchor, *missing]:
+        with guarded(contestant, "its first training steps"):
+            first = stepper(contestant.options(Path(), options.middle, options.seed, 1), str(device))
+            first()
+            steps[contestant.name] = first
+    seconds = in_turns(steps, options.rounds, str(device))
     for contestant in missing:
         if contestant.name not in seconds:
             contestant.error = contestant.error or "its first training steps failed."
-        else:
-            anchored = {
-                "anchor": anchor.name,
-                "anchor_value": seconds.get(anchor.name),
-                "date": time.strftime("%Y-%m-%d"),
-            }
-            contestant.note(training={"seconds": seconds[contestant.name], **anchored})
-            cache.put("speed", keys[contestant.name], contestant.record.training)
+            continue
+        anchored = {"anchor": anchor.name, "anchor_value": seconds.get(anchor.name), "date": time.strftime("%Y-%m-%d")}
+        contestant.note(training={"seconds": seconds[contestant.name], **anchored})
+        cache.put("speed", keys[contestant.name], contestant.record.training)
 
 
 def generation_speeds(
@@ -375,12 +353,10 @@ def peaks(options: TrainOptions, lengths: Sequence[int], device: str) -> Memory:
     by_length: list[LengthBytes] = []
     if works.reads_tokens(plan.config):
         model = plan.config.build().to(device)
-        for length, count in step_peaks(model, lengths, 1, device):
-            by_length.append({"length": length, "bytes": count})
+        by_length = [{"length": length, "bytes": size} for length, size in step_peaks(model, lengths, 1, device)]
         del model
     empty.restart()
-    with tempfile.TemporaryDirectory() as folder:
-        step = stepper(options, Path(folder), torch.device(device))
-        for _ in range(2):
-            step()
+    step = stepper(options, device)
+    for _ in range(2):
+        step()
     return {"training": empty.bytes, "lengths": by_length}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from math import e, isnan, log, pi, sqrt
 from pathlib import Path
-from typing import NamedTuple, NotRequired, Protocol, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -63,17 +64,24 @@ MEASURED_SEEDS = 1 << 20
 NORMAL_95 = 1.96
 
 
-class Policy(Protocol):
-    """The protocol of a policy, which chooses actions in rows of episodes that began together."""
+class Policy:
+    """A policy, which chooses actions in rows of episodes that began together: ``episodes`` [rows] are their numbers,
+    and ``timestep`` is the number of steps that were acted."""
+
+    episodes: np.ndarray
+    timestep: int
 
     def begin(self, episodes: np.ndarray) -> None:
         """Begin new episodes with the numbers ``episodes``."""
+        self.episodes, self.timestep = episodes, 0
 
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         """Return actions for ``observations`` [rows, features], with returns ``target_returns`` [rows] still to get."""
+        raise NotImplementedError
 
     def keep(self, rows: np.ndarray) -> None:
         """Continue with ``rows`` [rows] bool only."""
+        self.episodes = self.episodes[rows]
 
 
 class Rollouts(NamedTuple):
@@ -147,29 +155,23 @@ def _random_bits(seed: int, episodes: np.ndarray, step: int, count: int) -> np.n
     return mix(seed, episodes[:, None], step, np.arange(count)[None]) >> np.uint64(11)
 
 
-class RandomPolicy:
+class RandomPolicy(Policy):
     """A policy for which every action is as probable as any other."""
 
     def __init__(self, actions: Discrete | Box, seed: int) -> None:
         self.actions, self.seed = actions, seed
 
-    def begin(self, episodes: np.ndarray) -> None:
-        self.episodes, self.step = episodes, 0
-
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
-        self.step += 1
+        self.timestep += 1
         size = 1 if isinstance(self.actions, Discrete) else self.actions.dim
-        drawn = _random_bits(self.seed, self.episodes, self.step, size) * 2.0**-53
+        drawn = _random_bits(self.seed, self.episodes, self.timestep, size) * 2.0**-53
         if isinstance(self.actions, Discrete):
             return (drawn[:, 0] * self.actions.n).astype(np.int64)
         low, high = np.array(self.actions.low), np.array(self.actions.high)
         return (low + (high - low) * drawn).astype(np.float32)
 
-    def keep(self, rows: np.ndarray) -> None:
-        self.episodes = self.episodes[rows]
 
-
-class Agent:
+class Agent(Policy):
     """A policy by ``model`` in eval mode. ``window``: how many positions the model reads again at every step; None
     carries the state instead. A subclass makes a step's new positions in :meth:`positions`."""
 
@@ -188,8 +190,8 @@ class Agent:
         return predicted
 
     def begin(self, episodes: np.ndarray) -> None:
+        super().begin(episodes)
         self._settle()
-        self.episodes, self.timestep = episodes, 0
         self.state, self.past = None, None
         if self._stepping.recorded != (len(episodes) == 1):  # rows end at different steps, so only one row is recorded
             self._stepping = Steps(self.model, _ROOM, recorded=len(episodes) == 1)
@@ -208,7 +210,7 @@ class Agent:
         return actions
 
     def keep(self, rows: np.ndarray) -> None:
-        self.episodes = self.episodes[rows]
+        super().keep(rows)
         self.past = None if self.past is None else self.past[rows]
         self._settle()
         if self.state is not None:
@@ -241,11 +243,8 @@ def rollouts(
     possible return of each episode). Episode i has the seed ``seed + i``."""
     parts = []
     for first in range(0, episodes, WAVE):
-        environment = Environments(env, min(WAVE, episodes - first), autoreset=True)
-        try:
+        with closing(Environments(env, min(WAVE, episodes - first), autoreset=True)) as environment:
             parts.append(_wave(policy, environment, target, first, seed))
-        finally:
-            environment.close()
         if progress is not None:
             progress(min(first + WAVE, episodes), episodes)
     return Rollouts(*(np.concatenate(item) for item in zip(*parts, strict=True)))

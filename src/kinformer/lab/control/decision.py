@@ -14,7 +14,7 @@ from torch.nn import functional
 from kinformer.core.model import CausalModel
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State, map_tensors
-from kinformer.lab.control.acting import ActionSampler, Agent, normal_log_density
+from kinformer.lab.control.acting import ActionSampler, Agent, Policy, normal_log_density
 from kinformer.lab.control.environments import Discrete
 from kinformer.lab.control.options import PER_STEP
 from kinformer.lab.control.trajectories import Trajectories, TrajectoryData
@@ -235,7 +235,7 @@ class TrajectoryAgent(Agent):
 WIDTH, ROWS, RATE = 128, 256, 1e-3
 
 
-class Clone:
+class Clone(Policy):
     """Behaviour cloning (Pomerleau 1988): a small network predicts the actions of the data from the state alone,
     whatever return they led to. The network has two hidden layers of 128 over normalised states. It is trained on the
     same episodes when an agent is measured."""
@@ -259,17 +259,11 @@ class Clone:
             loss.backward()
             optimiser.step()
 
-    def begin(self, episodes: np.ndarray) -> None:
-        self.episodes, self.step = episodes, 0
-
     def act(self, observations: np.ndarray, target_returns: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
             predicted = self.network(self._normal(torch.from_numpy(observations)))
-        self.step += 1
-        return self.drawing(predicted, self.episodes, self.step)
-
-    def keep(self, rows: np.ndarray) -> None:
-        self.episodes = self.episodes[rows]
+        self.timestep += 1
+        return self.drawing(predicted, self.episodes, self.timestep)
 
     def _normal(self, observations: torch.Tensor) -> torch.Tensor:
         return (observations - self.mean) / self.std

@@ -32,6 +32,8 @@ BUILTIN = {
 """The library's own environments (``lab.control.builtin``) by name. All other names are gymnasium's."""
 ENDLESS = 10_000
 """The steps after which an episode is truncated where the environment sets no limit."""
+TRAINING_SEEDS = 1 << 40
+"""The first seed of training's episodes, beyond the seeds of measured episodes."""
 PACKAGES = {"MiniGrid": "minigrid", "BabyAI": "minigrid", "ALE": "ale_py"}
 """The package to import for names with this beginning: the import registers its environments."""
 Stepped = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]

@@ -14,7 +14,7 @@ from kinformer.core import state as states
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
 from kinformer.lab.control.acting import ActionSampler, Agent, RandomPolicy, entropy, log_density, rollouts, within
-from kinformer.lab.control.environments import Box, Discrete, Environments
+from kinformer.lab.control.environments import TRAINING_SEEDS, Box, Discrete, Environments
 from kinformer.lab.control.options import ControlData, ControlOptions
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields
@@ -51,8 +51,6 @@ class ControlAgent(Agent):
 
 RECENT = 100
 """The number of last episodes in the reported mean return."""
-_APART = 1 << 40
-"""The first seed of training's episodes, beyond the seeds of measured episodes."""
 _EPISODES = 0x45504953
 
 
@@ -188,8 +186,8 @@ class Actor:
 
     def _seeds(self) -> list[int]:
         """Return the seed of every row's present episode."""
-        seeds = _APART + (mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)).astype(np.int64)
-        return seeds.tolist()
+        drawn = mix(self.seed, _EPISODES, self.rows, self.episodes) >> np.uint64(32)
+        return (TRAINING_SEEDS + drawn.astype(np.int64)).tolist()
 
     def _step(self, model: CausalModel) -> Transition:
         seen, begun = self.observations, self.begun

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kinformer.lab.control.environments import Box, Discrete, Environments, import_named
+from kinformer.lab.control.environments import TRAINING_SEEDS, Box, Discrete, Environments, import_named
 from kinformer.lab.control.options import TrajectoryOptions
 from kinformer.lab.data.sampling import permute
 from kinformer.lab.tables import read_arrays
@@ -66,8 +66,9 @@ def _cut(arrays: Arrays, place: str) -> Arrays:
     ends = _ends(arrays, steps, place)
     starts = np.concatenate([[0], ends]).astype(np.int64)
     if (np.diff(starts) < 1).any() or starts[-1] != steps:
+        shown = ", ".join([*map(str, ends[:4]), *["..."] * (len(ends) > 4)])
         raise KinformerError(
-            f"{place}: episodes end at {_brief(ends)}, but must do so at rising numbers of steps, the last at {steps}."
+            f"{place}: episodes end at {shown}, but must do so at rising numbers of steps, the last at {steps}."
         )
     observations = arrays["observations"]
     if len(observations) == steps + len(ends):
@@ -98,11 +99,6 @@ def _ends(arrays: Arrays, steps: int, place: str) -> np.ndarray:
     over = np.any([mark.reshape(steps).astype(bool) for mark in marks], axis=0)
     over[-1:] = True  # -1 would raise without steps
     return np.flatnonzero(over) + 1
-
-
-def _brief(numbers: np.ndarray) -> str:
-    shown = [str(number) for number in numbers[:4]]
-    return ", ".join(shown + ["..."] * (len(numbers) > 4))
 
 
 def _joined(parts: list[Arrays], place: str) -> Arrays:
@@ -321,15 +317,13 @@ def open_trajectories(spec: str, holdout: float | None = None) -> Trajectories:
 # al. 2021, section 2). A walk depends on its number and the seed alone.
 
 MADE = ("key-to-door", "shortest-path")
-_APART = 1 << 40
-"""The first seed of training's episodes, beyond the seeds of measured episodes."""
 
 
 def random_walks(name: str, count: int, seed: int, holdout: float | None = None) -> Trajectories:
     """Return ``count`` episodes of the environment ``name``."""
     environment = Environments(name, count, autoreset=True)
     draw, choices = np.random.default_rng([seed, count]), environment.actions.dim
-    observations = environment.reset([_APART * (seed + 1) + row for row in range(count)])
+    observations = environment.reset([TRAINING_SEEDS * (seed + 1) + row for row in range(count)])
     going, seen, done, rewards, running = np.ones(count, bool), [], [], [], []
     while going.any():
         seen.append(observations)

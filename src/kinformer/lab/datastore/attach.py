@@ -17,7 +17,7 @@ from kinformer.core.state import State
 from kinformer.heads.language import KnnMixture
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.options import StoreOptions
-from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity, default_probes, similarity_of
+from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity, probes_of, similarity_of
 from kinformer.lab.datastore.store import Datastore, KeySpace, Record, read_record
 from kinformer.lab.tasks.evaluation import EvaluationSettings, TrainedRun
 from kinformer.lab.tasks.texts import measured_part, note_shared, spec_of
@@ -59,8 +59,7 @@ class KeyedDecoder(nn.Module):
             )
         self.decoder = decoder
         self.representation, self.width = HIDDEN, decoder.config.width
-        seen = self._probe()
-        if seen is not None:
+        if (seen := self._probe()) is not None:
             self.representation, self.width = FEED_FORWARD, seen
 
     def forward(
@@ -97,11 +96,8 @@ class KeyedDecoder(nn.Module):
         def hook(_: nn.Module, inputs: tuple[Tensor | Chunk, *tuple[object, ...]]) -> None:
             seen.append(inputs[0].x if isinstance(inputs[0], Chunk) else inputs[0])
 
-        handle = feed_forward.register_forward_pre_hook(hook)
-        try:
+        with feed_forward.register_forward_pre_hook(hook):
             yield seen
-        finally:
-            handle.remove()
 
 
 class StoreDecoder(nn.Module):
@@ -163,7 +159,7 @@ class AttachedDecoder(StoreDecoder):
         return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)
 
 
-WEIGHT, NEIGHBOURS, TEMPERATURE = 0.25, 32, 1.0
+MIXTURE = {"weight": 0.25, "temperature": 1.0, "neighbours": 32}
 GATED_NEIGHBOURS = 4
 EXACT_BELOW = 1 << 16
 """The number of entries below which exact search takes hardly any time."""
@@ -221,17 +217,18 @@ def attach_store(
     return model if options.datastore is None else attach_mixture(run, model, options)
 
 
+def mixture_of(options: StoreOptions) -> dict[str, Any]:
+    """Return the weight, temperature and neighbours of a mixture (kNN-LM), with defaults for missing options."""
+    requested = {"weight": options.weight, "temperature": options.knn_temperature, "neighbours": options.neighbours}
+    return MIXTURE | {name: value for name, value in requested.items() if value is not None}
+
+
 def attach_mixture(run: StoredRun, model: Decoder, options: StoreOptions) -> AttachedDecoder:
     """Return ``model`` with the datastore that ``options`` name at its head (kNN-LM)."""
     assert options.datastore is not None
     store = Datastore(options.datastore, origin_of(run, keyed(run, model)))
     probes = probes_of(options.datastore, options.probes)
-    head = KnnMixture(
-        searcher(store, probes),
-        weight=WEIGHT if options.weight is None else options.weight,
-        temperature=TEMPERATURE if options.knn_temperature is None else options.knn_temperature,
-        neighbours=NEIGHBOURS if options.neighbours is None else options.neighbours,
-    )
+    head = KnnMixture(searcher(store, probes), **mixture_of(options))
     if options.probes is None and (probes or store.entries >= EXACT_BELOW):
         note(f"neighbours are looked up {search_words(probes)}")
     return AttachedDecoder(model, head)
@@ -303,11 +300,6 @@ def note_text(
     if facts is not None:
         corpus, part = measured_part(run, options, holdout)
         note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])
-
-
-def probes_of(folder: str | Path, requested: int | None) -> int | None:
-    """Return how many lists to search, None for exact search: ``requested`` (0: exact), or the default of the store."""
-    return default_probes(Path(folder)) if requested is None else requested or None
 
 
 def search_words(probes: int | None) -> str:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kinformer.lab.data import Split, first_bytes
 from kinformer.lab.datastore.attach import (
     EXACT_BELOW,
-    NEIGHBOURS,
-    TEMPERATURE,
-    WEIGHT,
     StoredRun,
     attach_mixture,
     looks_up,
+    mixture_of,
     note_stored,
-    probes_of,
     searcher,
 )
+from kinformer.lab.datastore.search import probes_of
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows
 from kinformer.lab.evaluation.mixing import WEIGHTS, Grid, Setting, Sweep, Watched, sweep
@@ -61,19 +60,6 @@ class StoreMeasurement:
         return self.sweep.bits_per_byte(self.setting._replace(weight=weight))
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The parts of one evaluation: its options, the run, the model, its datastore and the windows."""
-
-    options: EvaluateOptions
-    probes: int | None
-    run: StoredRun
-    model: AttachedDecoder
-    store: Datastore
-    windows: Windows | None
-    quiet: bool
-
-
 def evaluate_datastore(
     runs: Sequence[StoredRun], options: EvaluateOptions, task_options: Any, quiet: bool
 ) -> EvaluationReport | None:
@@ -92,14 +78,15 @@ def evaluate_datastore(
     windows = main_windows(run, model, task_options.context, task_options.overlap)
     check_positions(model, windows)
     store: Datastore = attached.head.searcher.store  # type: ignore[union-attr,assignment]
-    job = _Job(options, probes_of(store.folder, options.probes), run, attached, store, windows, quiet)
+    probes = probes_of(store.folder, options.probes)
     held = held_out(run, options, task_options.holdout)
     tuning, reported = _parts(held, options)
     measured = [held.split] if tuning is None or tuning.name == held.split.name else [tuning, reported]
     note_stored(store.record, run, held.data, options.data, measured)
+    further = (size for size in sizes if size < store.entries)
     done = [
-        _measure(job, tuning, reported, size)
-        for size in (*(item for item in sizes if item < store.entries), store.entries)
+        _measure(attached, options, windows, probes, tuning, reported, size, quiet)
+        for size in (*further, store.entries)
     ]
     whole = done[-1]
     weights = [(weight, whole.at(weight)) for weight in whole.sweep.grid.weights]
@@ -114,11 +101,11 @@ def evaluate_datastore(
         | {"bytes": reported.bytes, "tokens": whole.sweep.tokens}
         | {"context": None if windows is None else windows.context, "carried": windows is None}
         | {"tuned_on": None if tuning is None else {"split": tuning.name, "bytes": tuning.bytes}}
-        | {"approximate": job.probes is not None, "probes": job.probes}
+        | {"approximate": probes is not None, "probes": probes}
         | _metrics(whole)
         | {"sizes": [_metrics(item) for item in done], "weights": [list(point) for point in weights]}
     )
-    loaded, blocks = LoadedRun(run, None), _blocks(job, held, reported, done)
+    loaded, blocks = LoadedRun(run, None), _blocks(run, store, probes, held, reported, done)
     alone = {"bits_per_byte_alone": whole.at(0.0)}
     return EvaluationReport(
         [evaluated(loaded, {BITS: whole.bits}, held.identity, blocks, facts=facts, baselines=alone)]
@@ -156,23 +143,27 @@ def _parts(held: HeldOut, options: EvaluateOptions) -> tuple[Split | None, Split
     return tuning, reported
 
 
-def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> StoreMeasurement:
+def _measure(
+    model: AttachedDecoder,
+    options: EvaluateOptions,
+    windows: Windows | None,
+    probes: int | None,
+    tuning: Split | None,
+    reported: Split,
+    entries: int,
+    quiet: bool,
+) -> StoreMeasurement:
     """Tune, if requested, and measure with the first ``entries`` entries; few are searched exactly, not in lists."""
-    options = job.options
-    probes = None if entries < min(EXACT_BELOW, job.store.entries) else job.probes
-    limit = NEIGHBOURS if options.neighbours is None else options.neighbours
-    with progressing(job.quiet) as progress:
-        if tuning is None:
-            weight = WEIGHT if options.weight is None else options.weight
-            temperature = TEMPERATURE if options.knn_temperature is None else options.knn_temperature
-            setting = Setting(weight=weight, temperature=temperature, neighbours=limit)
-        else:
-            grid, search = Grid.up_to(limit), searcher(job.store, probes, entries)
-            setting = sweep(job.model, search, tuning, job.windows, grid, chunk=options.chunk, progress=progress).best
-        watched = Watched(searcher(job.store, probes, entries), len(reported) // RECALLED)
+    store, setting = model.head.searcher.store, Setting(**mixture_of(options))  # type: ignore[union-attr,arg-type]
+    probes = None if entries < min(EXACT_BELOW, store.entries) else probes
+    with progressing(quiet) as progress:
+        measure = partial(sweep, model, windows=windows, chunk=options.chunk, progress=progress)
+        if tuning is not None:
+            setting = measure(searcher(store, probes, entries), tuning, grid=Grid.up_to(setting.neighbours)).best
+        watched = Watched(searcher(store, probes, entries), len(reported) // RECALLED)
         grid = Grid(tuple(sorted({*WEIGHTS, setting.weight})), (setting.temperature,), (setting.neighbours,))
         started_at = time.perf_counter()
-        swept = sweep(job.model, watched, reported, job.windows, grid, chunk=options.chunk, progress=progress)
+        swept = measure(watched, reported, grid=grid)
         seconds = time.perf_counter() - started_at
     return StoreMeasurement(
         entries=entries,
@@ -180,7 +171,7 @@ def _measure(job: _Job, tuning: Split | None, reported: Split, entries: int) -> 
         tuned_on=tuning,
         sweep=swept,
         bytes_read=watched.bytes_read,
-        recall=watched.recall(searcher(job.store, None, entries)) if probes else None,
+        recall=watched.recall(searcher(store, None, entries)) if probes else None,
         recalled=watched.queries,
         seconds=seconds,
     )
@@ -197,22 +188,27 @@ def _metrics(outcome: StoreMeasurement) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _blocks(job: _Job, held: HeldOut, reported: Split, done: list[StoreMeasurement]) -> list[str | TextTable]:
+def _blocks(
+    run: StoredRun,
+    store: Datastore,
+    probes: int | None,
+    held: HeldOut,
+    reported: Split,
+    done: Sequence[StoreMeasurement],
+) -> list[str | TextTable]:
     whole, setting = done[-1], done[-1].setting
     blocks: list[str | TextTable] = [
-        f"{job.run.folder} ({job.run.member}) on {held.data.name} {held.data.version}, {reported.name} split",
-        f"datastore {job.store.folder}: {plural(job.store.entries, 'entry')} of {plural(job.store.dim, 'number')}",
+        f"{run.folder} ({run.member}) on {held.data.name} {held.data.version}, {reported.name} split",
+        f"datastore {store.folder}: {plural(store.entries, 'entry')} of {plural(store.dim, 'number')}",
     ]
     if whole.tuned_on is not None:
         same = "first half of the " if whole.tuned_on.name == reported.name else ""
         rest = ", the figures are of its second half" if same else ""
         blocks.append(f"tuned on the {same}{whole.tuned_on.name} split ({plural(whole.tuned_on.bytes, 'byte')}){rest}")
     way = "exact search"
-    if whole.recall is not None and job.probes is not None:
-        way = (
-            f"{plural(job.probes, 'probe')}, recall@{setting.neighbours} {whole.recall:.3f} of "
-            f"{plural(whole.recalled, 'query')}"
-        )
+    if whole.recall is not None and probes is not None:
+        recalled = f"recall@{setting.neighbours} {whole.recall:.3f} of {plural(whole.recalled, 'query')}"
+        way = f"{plural(probes, 'probe')}, {recalled}"
     blocks += [
         f"{whole.bits:.4f} bits per byte with weight {setting.weight:g}, temperature {setting.temperature:g}, "
         f"{plural(setting.neighbours, 'neighbour')}; {whole.at(0.0):.4f} with weight 0, which is the model alone",

@@ -33,11 +33,10 @@ from kinformer.lab.datastore.attach import (
     keyed,
     looks_up,
     origin_of,
-    probes_of,
     search_words,
     searcher,
 )
-from kinformer.lab.datastore.search import ExactSearch, ListSearch, similarity_of
+from kinformer.lab.datastore.search import ExactSearch, ListSearch, probes_of, similarity_of
 from kinformer.lab.datastore.store import TOKEN, Datastore, IndexedText, StoredText, crc32, entries_of
 from kinformer.lab.evaluation.bits import Windows, streamable
 from kinformer.lab.tasks.task import TrainingPlan

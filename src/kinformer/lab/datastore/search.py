@@ -161,11 +161,14 @@ def has_lists(folder: Path) -> bool:
     return (folder / FOLDER / RECORD).exists()
 
 
-def default_probes(folder: Path) -> int | None:
-    """Return how many lists are searched by default; None without lists, or without faiss to search them."""
-    if not has_lists(folder) or find_spec("faiss") is None:
+def probes_of(folder: str | Path, requested: int | None) -> int | None:
+    """Return how many lists to search, None for exact search: ``requested`` (0: exact), else the default of the
+    datastore in ``folder``, which is exact search without lists, or without faiss to search them."""
+    if requested is not None:
+        return requested or None
+    if not has_lists(Path(folder)) or find_spec("faiss") is None:
         return None
-    count = read_json(folder / FOLDER / RECORD).get("count")
+    count = read_json(Path(folder) / FOLDER / RECORD).get("count")
     return min(PROBES, count) if isinstance(count, int) and count > 0 else PROBES
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kinformer.core.state import map_tensors, tensors
 from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
-from kinformer.lab.evaluation.bits import Windows, batches
+from kinformer.lab.evaluation.bits import Windows, window_rows
 from kinformer.lab.tasks.texts import check_positions, main_windows, spec_of
 from kinformer.runtime.errors import KinformerError, choose, plural
 from kinformer.runtime.files import (
@@ -415,13 +415,9 @@ def _carried(
 
 def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int) -> Iterator[Entries]:
     assert text.windows is not None
-    device = next(model.parameters()).device
-    seen = 0
-    for group in batches(len(split) - 1, text.windows, max(1, text.chunk // text.windows.context)):
-        seen += sum(window.size - window.unscored for window in group)
+    seen, rows = 0, max(1, text.chunk // text.windows.context)
+    for tokens, counted in window_rows(split, text.windows, rows, next(model.parameters()).device):
+        seen += int(counted.sum())
         if seen > skipped:
-            tokens = split.rows(np.array([window.start for window in group]), group[0].size + 1)
-            unscored = np.array([window.unscored for window in group])
-            counted = np.arange(group[0].size) >= unscored[:, None]
-            keys = model(torch.from_numpy(tokens[:, :-1]).to(device))[0].keys
-            yield keys[torch.from_numpy(counted).to(device)], tokens[:, 1:][counted], ()
+            keys = model(tokens[:, :-1])[0].keys
+            yield keys[counted], tokens[:, 1:][counted].cpu().numpy(), ()

@@ -140,14 +140,11 @@ def text_by_exits(options: DrawOptions) -> Picture:
     tokens = tokens_of(run, options)
     # Windows overlap by half, so each token after the first window has at least half a window of context.
     windows, seen = main_windows(run, model, overlap=0.5, beside_lengths=True), []
-    hook = stack.left.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0]))
-    try:
-        with torch.inference_mode():
-            for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
-                model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
-                seen[-1] = seen[-1][window.unscored :]
-    finally:
-        hook.remove()
+    noting = stack.left.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0][0]))
+    with torch.inference_mode(), noting:
+        for window in cut(len(tokens) - 1, windows or Windows(context=len(tokens) - 1)):
+            model(torch.from_numpy(tokens[None, window.start : window.start + window.size]))
+            seen[-1] = seen[-1][window.unscored :]
     exits, recorder = torch.cat(seen), EarlyExitRecorder(stack)
     recorder.note(exits, None)
     exited = recorder.result
@@ -176,7 +173,7 @@ def _shown(model: Any, point: str, tokens: Tensor) -> dict[int, tuple[Tensor, di
     with ExitStack() as hooks, probing(**{point: observe}), torch.inference_mode():
         for index, layer in enumerate(model.stack.layers, start=1):
             for module in layer.modules():
-                hooks.callback(module.register_forward_pre_hook(partial(enter, index)).remove)
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, index)))
         model(tokens)
     return seen
 
@@ -301,10 +298,9 @@ def looked_at(options: DrawOptions) -> Picture:
         for module in model.stack.modules():
             if isinstance(module, EncoderMixer):
                 hook = module.register_forward_pre_hook(lambda mixer, inputs: calls.append(_Call(mixer, *inputs)))
-                hooks.callback(hook.remove)
+                hooks.enter_context(hook)
         if (gate := getattr(model.head, "gate", None)) is not None:
-            hook = gate.register_forward_hook(lambda _, inputs, output: shares.append(output[0]))
-            hooks.callback(hook.remove)
+            hooks.enter_context(gate.register_forward_hook(lambda _, inputs, output: shares.append(output[0])))
         share, index = probabilities_of(model, [picture])[0].max(-1)
     over: Sequence[HeatOver | WindowsOver]
     if all(isinstance(call.mixer, WindowAttention) for call in calls):

@@ -22,7 +22,7 @@ more than view their input, and twice as many in the backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
@@ -359,27 +359,23 @@ class MeshCost:
     fits: bool
 
 
+@dataclass
 class Cluster:
     """The costs of training ``config`` by ``batch`` rows of ``length`` tokens a step on devices like ``device``, whose
     products reach the share ``efficiency`` of their peak. ``refused``: why devices cannot share a row, or an empty
     text. ``tensor``: how many devices may share a row; if empty, all powers of two up to a node."""
 
-    def __init__(
-        self,
-        config: ModelSpec,
-        device: Device,
-        efficiency: float,
-        *,
-        batch: int,
-        length: int,
-        optimizer: str,
-        precision: Precision,
-    ) -> None:
-        self.config, self.device, self.efficiency = config, device, efficiency
-        self.batch, self.length = batch, length
-        self.optimizer, self.precision, self.refused = optimizer, precision, ""
-        self.tensor: Sequence[int] = ()
-        self._parts: dict[Shared, Part | None] = {}
+    config: ModelSpec
+    device: Device
+    efficiency: float
+    _: KW_ONLY
+    batch: int
+    length: int
+    optimizer: str
+    precision: Precision
+    refused: str = ""
+    tensor: Sequence[int] = ()
+    _parts: dict[Shared, Part | None] = field(default_factory=dict, init=False)
 
     def costs(self, devices: int) -> list[MeshCost]:
         """Return the costs of every mesh of this many devices: first a mesh that shares nothing, if it fits, then the

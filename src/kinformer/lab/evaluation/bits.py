@@ -76,6 +76,16 @@ def batches(predictions: int, windows: Windows, rows: int) -> Iterator[list[Scor
             yield group
 
 
+def window_rows(split: Split, windows: Windows, rows: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the tokens [n, size + 1] of at most ``rows`` windows over ``split`` at a time, in order, and which of their
+    predictions count, bool [n, size]."""
+    for group in batches(len(split) - 1, windows, rows):
+        size = group[0].size
+        starts, _, unscored = (np.array(column) for column in zip(*group, strict=True))
+        counted = torch.arange(size) >= torch.from_numpy(unscored)[:, None]
+        yield torch.from_numpy(split.rows(starts, size + 1)).to(device), counted.to(device)
+
+
 # Head inputs before every prediction of a stream: with the state carried from end to end, or in windows.
 
 
@@ -105,15 +115,12 @@ def contexts(
             yield Contexts(inputs, tokens[:, 1:], counted)
         return
     rows = max(1, stream.length // windows.context)
-    for group in batches(stream.predictions, windows.behind(len(prefix)), rows):
-        size = group[0].size
-        tokens = torch.from_numpy(stream.split.rows(np.array([window.start for window in group]), size + 1)).to(device)
-        unscored = torch.tensor([window.unscored for window in group], device=device)
+    for tokens, counted in window_rows(stream.split, windows.behind(len(prefix)), rows, device):
         read = torch.cat([first.expand(len(tokens), -1), tokens[:, :-1]], 1) if prefix else tokens[:, :-1]
         inputs, _ = model.head_inputs(read)
         if prefix:
             inputs = map_tensors(lambda x: x[:, len(prefix) :], inputs)
-        yield Contexts(inputs, tokens[:, 1:], torch.arange(size, device=device) >= unscored[:, None])
+        yield Contexts(inputs, tokens[:, 1:], counted)
 
 
 CHUNK = 2048

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from lm_eval import evaluate
-from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
-from lm_eval.tasks import TaskManager
 
 from kinformer.core.model import CausalModel
 from kinformer.generation.sampling import SamplingOptions, StoppedText, ends_of_text
 from kinformer.generation.session import Session
+from kinformer.lab.children import variable
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import CHUNK
@@ -48,7 +46,19 @@ from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
 
+try:
+    import lm_eval.models  # noqa: F401 (the harness looks for its own models only while none is registered)
+    from lm_eval import evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ImportError as error:
+    raise KinformerError("the harness needs the package 'lm_eval'; pip install 'kinformer[harness]'.") from error
 
 # Batches of the harness's prompts are continued, greedily or by sampling, until a stop string or the end of a text.
 
@@ -166,15 +176,6 @@ def _batch(
 # a text without a context is scored in windows. ``lab.evaluation.continuations`` computes the scores and absorbs a
 # shared beginning of several contexts once.
 
-try:
-    import lm_eval.models  # noqa: F401 (the harness looks for its own models only while none is registered)
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
-except ImportError as error:
-    raise KinformerError("the harness needs the package 'lm_eval'; pip install 'kinformer[harness]'.") from error
-
 AUTO = "auto"
 INSTEAD = "kinformer evaluate without the harness"
 """The remedy in errors about runs that the harness cannot measure."""
@@ -207,21 +208,19 @@ class KinformerLM(TemplateLM):  # type: ignore[misc]
         quiet: bool = False,
     ) -> None:
         super().__init__()
-        opened = open_run(run)
-        require_continuing(opened, INSTEAD)
-        self.run, self.quiet = opened, quiet
-        self.rows = max_batch_size
+        self.run = open_run(run)
+        require_continuing(self.run, INSTEAD)
+        self.quiet, self.rows = quiet, max_batch_size
         self.generator: torch.Generator | None = None
         """The generator of continuations; None is PyTorch's global generator, which the harness's own command seeds."""
         if batch_size is not None and batch_size != AUTO:
             self.rows = whole_number("batch_size", batch_size)
         self.chunk = whole_number("chunk", chunk)
         self._device = _device(device)
-        self.model = opened.model(set).to(self._device)
-        self.length = _length(opened, self.model, context)
-        tokenizer = opened.tokenizer
-        assert tokenizer is not None
-        self.tokenizer_of_run = tokenizer
+        self.model = self.run.model(set).to(self._device)
+        self.length = _length(self.run, self.model, context)
+        assert self.run.tokenizer is not None
+        tokenizer = self.tokenizer_of_run = self.run.tokenizer
         self.requests = self.cut = 0
         """The number of requests with a context, and the number of requests that lost their beginning."""
         self._encoded = lru_cache(maxsize=64)(lambda text: prompt_ids(tokenizer, text).tolist())
@@ -381,11 +380,6 @@ def _length(run: Run, model: CausalModel, context: str | int | None) -> int | No
 
 # Evaluation of runs by tasks of lm-evaluation-harness.
 
-if TYPE_CHECKING:
-    from lm_eval.api.task import Task
-
-    LoadedTasks = Mapping[str, Mapping[str, Task]]
-
 READ = ("set", "first", "chunk", "seed", "device", "threads", "task_options")
 """The general options that tasks of the harness read."""
 RESAMPLES = 1000
@@ -404,11 +398,6 @@ class Value(NamedTuple):
     error: float | None
     lower_is_better: bool
 
-    @property
-    def name(self) -> str:
-        """Return the metric's name in an evaluation, as in "task/metric"."""
-        return f"{self.task}/{self.metric}"
-
 
 class Tasks(TaskManager):  # type: ignore[misc]
     """The harness's tasks. A task that cannot be loaded is refused in one sentence."""
@@ -424,7 +413,7 @@ class Tasks(TaskManager):  # type: ignore[misc]
                 near = nearest(name, self.all_tasks)
                 raise KinformerError(f"`harness` {name}: is neither a task of the harness nor a YAML file; {near}")
 
-    def load(self, task_list: list[str]) -> LoadedTasks:
+    def load(self, task_list: list[str]) -> Mapping[str, Mapping[str, Task]]:
         """Load tasks with their data, as the harness does."""
         with _in_a_sentence("cannot be loaded", task_list, "check its file and data, or the connection if it has none"):
             return super().load(task_list)
@@ -491,7 +480,7 @@ def _evaluate(
     about = f"{subject.title} by lm-evaluation-harness {version('lm_eval')}, {read}"
     evaluation = evaluated(
         subject,
-        {Metric(value.name, value.metric, value.lower_is_better): value.value for value in values},
+        {Metric(f"{value.task}/{value.metric}", value.metric, value.lower_is_better): value.value for value in values},
         {"harness": version("lm_eval"), "tasks": tasks.names},
         [about, *([cut] if lm.cut else []), _table(values, results)],
         facts={
@@ -566,19 +555,15 @@ def _watched() -> bool:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed Python's and NumPy's random numbers with ``seed`` (0: the harness's own seeds), and restore them."""
-    of_python, of_numpy, pool = random.getstate(), np.random.get_state(), os.environ.get(POOL)
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     random.seed(seed or DEFAULT_RANDOM_SEED)
     np.random.seed((seed or DEFAULT_OTHER_SEED) % (1 << 32))
-    os.environ[POOL] = "1"
     try:
-        yield
+        with variable(POOL, "1"):
+            yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
-        if pool is None:
-            del os.environ[POOL]
-        else:
-            os.environ[POOL] = pool
 
 
 @contextmanager

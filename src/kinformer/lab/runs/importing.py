@@ -111,6 +111,8 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
         write_atomic(out / TOKENIZER, partial(shutil.copyfile, imported.tokenizer))
         write_chat_templates(out, prompting.chat_templates)
     save_weights(out, imported.weights, {"imported": "1"})
+    begins = config.protocol is CausalModel and all(token < vocab_size_of(config) for token in prompting.before)
+    prompts = {"prefix": list(prompting.before) if begins else [], "special_tokens": dict(prompting.special_tokens)}
     task, identity = task_of(config), {"classes": list(imported.classes)} if imported.classes else {}
     run = Run(
         folder=out,
@@ -122,17 +124,10 @@ def _write(imported: Imported, config: ModelConfig, prompting: Prompting, out: P
         data={"spec": task.data.default, "holdout": None, "identity": identity},
         training={} if imported.length is None else {"length": imported.length},
         vocabulary=TOKENIZER if reads_ids(config) else None,
-        prompts=_prompts(prompting, config),
+        prompts={name: value for name, value in prompts.items() if value},
     )
     run.save()
     return run
-
-
-def _prompts(prompting: Prompting, config: ModelConfig) -> dict[str, object]:
-    """Return the entry ``prompts`` of an imported run; the prefix is for decoders alone."""
-    begins = config.protocol is CausalModel and all(token < vocab_size_of(config) for token in prompting.before)
-    prompts = {"prefix": list(prompting.before) if begins else [], "special_tokens": dict(prompting.special_tokens)}
-    return {name: value for name, value in prompts.items() if value}
 
 
 def reads_ids(config: ModelConfig) -> bool:

@@ -81,13 +81,9 @@ def _layer(base: Config, recipe: Config) -> Config:
     """Return the layer ``base`` with the mixer of ``recipe``, and with its other parts whose kinds are not plain. Where
     both have the same mixer, norms stand as in the recipe, because their place may be the only difference."""
     old, new = _fields(base), _fields(recipe)
-    mixer = _mixer(old["mixer"], new["mixer"])
-    plain = PLAIN["layer"]
-    layer = base if base.kind == recipe.kind or {base.kind, recipe.kind} <= plain else recipe
-    changes: dict[str, Any] = {name: old[name] for name in ("norm", "dropout") if name in old and name in new}
-    for name in ("residual", "feed_forward"):
-        if name in old and name in new:
-            changes[name] = _chosen(old[name], new[name])
+    mixer, layer = _mixer(old["mixer"], new["mixer"]), _chosen(base, recipe)
+    changes: dict[str, Any] = {name: old[name] for name in _in_both(("norm", "dropout"), old, new)}
+    changes |= {name: _chosen(old[name], new[name]) for name in _in_both(("residual", "feed_forward"), old, new)}
     if "feed_forward" in changes and "hidden_dim" in _fields(changes["feed_forward"]):
         hidden_dim = getattr(old["feed_forward"], "hidden_dim", None)
         changes["feed_forward"] = changes["feed_forward"].replace(hidden_dim=hidden_dim)
@@ -99,15 +95,13 @@ def _layer(base: Config, recipe: Config) -> Config:
 def _mixer(base: Config, recipe: Config) -> Config:
     """Return the mixer ``recipe`` with the heads of ``base``."""
     old, new = _fields(base), _fields(recipe)
-    changes = {name: old[name] for name in SIZES if name in old and name in new}
+    changes = {name: old[name] for name in _in_both(SIZES, old, new)}
     if new.get("value_dim") and new.get("head_dim") and "head_dim" in old:
         width = old["head_dim"]
         changes["value_dim"] = None if width is None else width * new["value_dim"] // new["head_dim"]
     if "position" in old and "position" in new:
         changes["position"] = _position(old["position"], new["position"])
-    for name in ("projection", "score"):
-        if name in old and name in new:
-            changes[name] = _chosen(old[name], new[name])
+    changes |= {name: _chosen(old[name], new[name]) for name in _in_both(("projection", "score"), old, new)}
     if "projection" in new:
         projection, source = changes.get("projection", new["projection"]), old.get("projection", base)
         if "bias" in _fields(projection) and hasattr(source, "bias"):
@@ -140,6 +134,10 @@ def _chosen(base: Config, recipe: Config) -> Config:
     """Return ``base`` where both are of one kind, or plain, else ``recipe``."""
     plain = PLAIN.get(recipe.slot, frozenset())
     return base if base.kind == recipe.kind or {base.kind, recipe.kind} <= plain else recipe
+
+
+def _in_both(names: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [name for name in names if name in old and name in new]
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -290,7 +288,9 @@ def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head:
             key = ""
         origin: Origin | None = key if key and before.get(key) == shape else None
         if origin is None and name == POSITIONS == key and name in before and before[name][1:] == shape[1:]:
-            origin = _repeated(name, before[name][0], shape[0])
+            # From its first row, the run's table is repeated.
+            starts = range(0, shape[0], before[name][0])
+            origin = tuple(Rows(name, 0, min(before[name][0], shape[0] - start)) for start in starts)
         if origin is None and UNTIED.fullmatch(name) and getattr(getattr(base, "head", None), "tied", False):
             origin = TABLE if before.get(TABLE) == shape else None
         if origin is None and (match := MIXER.fullmatch(name)):
@@ -343,11 +343,6 @@ def _part(config: Any, name: str) -> str:
         keys, node = keys[1:], child
     slot = getattr(node, "slot", "")
     return "" if slot in ("", "layer", "model") else f"{slot}.{node.kind}"
-
-
-def _repeated(name: str, rows: int, count: int) -> Origin:
-    """Return the origin of ``count`` rows in a table of ``rows`` rows, repeated from its first row."""
-    return tuple(Rows(name, 0, min(rows, count - first)) for first in range(0, count, rows))
 
 
 def _projected(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -193,8 +194,11 @@ class Ladder(Choosing):
             if self.left() < least * measured:
                 break
             options, seconds = larger, measured
-        options, left = self._with_rate(options), max(0.0, self.left())
-        return Choice(options, tuple(flags_between(self.requested, options)), max(1, int(left / seconds)))
+        if options.lr is None and options.init is None and options.optimizer in (None, "adamw"):
+            plan = self.plan(options)  # a trained model keeps the usual learning rate
+            options = replace(options, lr=learning_rate(getattr(plan.config, "dim", WIDTH), plan.settings.batch_size))
+        steps = max(1, int(max(0.0, self.left()) / seconds))
+        return Choice(options, tuple(flags_between(self.requested, options)), steps)
 
     def _usual(self) -> TrainOptions:
         """Return the options with the values of the task for a limited time, and a length that fits most rows."""
@@ -270,13 +274,6 @@ class Ladder(Choosing):
                 best = len(times) - 1
         return replace(options, batch_size=choices[best]), slowness * times[best]
 
-    def _with_rate(self, options: TrainOptions) -> TrainOptions:
-        """Return the options with a learning rate of AdamW by width and rows; a trained model keeps the usual rate."""
-        if options.lr is not None or options.init is not None or options.optimizer not in (None, "adamw"):
-            return options
-        plan = self.plan(options)
-        return replace(options, lr=learning_rate(getattr(plan.config, "dim", WIDTH), plan.settings.batch_size))
-
 
 class Size(NamedTuple):
     """A size: a model's width, the rows of a step, and the tokens of a row."""
@@ -338,9 +335,7 @@ def with_vocabulary(options: TrainOptions, task: Task, splits: Callable[[], Mapp
     sources = options.tokenizer, options.train_tokenizer, options.init, options.retriever
     has_tokenizer = any(source is not None for source in sources)
     reads = task.data.running_text and task.data.tokenized and record.causal and "tokenizer" not in record.needs
-    if has_tokenizer or not reads or not decides(options):
-        return options
-    if importlib.util.find_spec("tokenizers") is None:
+    if has_tokenizer or not reads or not decides(options) or importlib.util.find_spec("tokenizers") is None:
         return options
     size, minutes = splits()["train"].bytes, options.minutes or 0
     bounds = [(max(least, item * minutes), count) for least, item, count in VOCABULARIES]
@@ -366,12 +361,7 @@ def fastest_precision(device: str) -> str:
 
     def seconds(dtype: torch.dtype) -> float:
         x = torch.randn(512, 512).to(dtype)
-        times = []
-        for _ in range(8):
-            start = time.perf_counter()
-            x @ x
-            times.append(time.perf_counter() - start)
-        return min(times)
+        return min(timeit.repeat(lambda: x @ x, number=1, repeat=8))
 
     return "bf16-mixed" if seconds(torch.bfloat16) < 0.8 * seconds(torch.float32) else "fp32"
 
@@ -493,12 +483,8 @@ class Chooser(Choosing):
         chosen: dict[str, Any] = {name: complete[name] for name in complete if getattr(self.options, name) is None}
         changes: dict[str, object] = {}
         if self.recipe is not None:
-            changes = self._changes_of(self.recipe, size)
+            config = override(self.recipe, dict(self.options.set), kinds())
+            changes |= {} if self.has_width() else resized(self.recipe, size.dim)
+            changes |= rotated(config) if member(self.options.member).causal else {}
         task_options |= self.options.task_options
         return replace(self.options, **chosen, task_options=task_options, set={**changes, **self.options.set})
-
-    def _changes_of(self, recipe: ModelConfig, size: Size) -> dict[str, object]:
-        """Return the changes to the width of ``size``, unless ``set`` names one, and to rotary positions."""
-        config = override(recipe, dict(self.options.set), kinds())
-        widths = {} if self.has_width() else resized(recipe, size.dim)
-        return {**widths, **(rotated(config) if member(self.options.member).causal else {})}

@@ -259,6 +259,14 @@ class TrainOptions(Settings, LearningOptions):
         if self.lora is not None and (self.strategy == "fsdp" or self.parallelism.tensor > 1):
             raise KinformerError(f"`lora` {self.lora}: every process holds all weights; give `devices` N alone.")
 
+    def require_processes(self, count: int, reason: str) -> None:
+        """Refuse another number of processes than ``count``."""
+        if self.devices not in (1, count):
+            flag, remedy = f"`devices` {self.devices}", "leave `devices` out"
+            if self.parallel is not None:
+                flag, remedy = f"`parallel` {self.parallel}", f"give sizes whose product is {count}"
+            raise KinformerError(f"{flag}: {reason}; {remedy}.")
+
     def settings(self) -> Settings:
         """Return the settings of training, with defaults for missing ones."""
         values = {item.name: getattr(self, item.name) for item in fields(Settings)}

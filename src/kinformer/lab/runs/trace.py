@@ -169,13 +169,6 @@ class _Call:
     use: int
     first: bool
 
-    @property
-    def x(self) -> Tensor:
-        """The vectors [1, tokens, dim] that the mixer read."""
-        x = self.inputs[0].x if isinstance(self.inputs[0], Chunk) else self.inputs[0]
-        assert isinstance(x, Tensor)
-        return x
-
 
 @dataclass
 class _Records:
@@ -213,7 +206,7 @@ def _recording(stack: Stack) -> Iterator[_Records]:
     with ExitStack() as hooks:
 
         def on(module: nn.Module, hook: Callable[..., None]) -> None:
-            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
         def note_call(uses: Iterator[int], first: bool, mixer: Mixer, inputs: Any, named: dict[str, object]) -> None:
             records.calls.append(_Call(mixer, (*inputs, *named.values()), next(uses), first))
@@ -243,7 +236,9 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
 
 def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> AttentionTrace:
     """Return the trace of one call of a mixer."""
-    mixer = call.mixer
+    mixer, x = call.mixer, call.inputs[0]
+    x = x.x if isinstance(x, Chunk) else x
+    assert isinstance(x, Tensor)  # the vectors [1, tokens, dim] that the mixer read
     layer, steps = stack.order[call.use] + 1, len(stack.order) // len(stack.layers)
     place = f"{prefix}layer {layer}"
     if steps > 1:
@@ -258,7 +253,7 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
     chosen = numbers_in("heads", heads, len(read.weights), "heads")
     index = torch.tensor(chosen) - 1
     before = getattr(call.inputs[1], "num_global", 0)
-    tokens = slice(before, call.x.shape[1])
+    tokens = slice(before, x.shape[1])
     keys = tokens if read.keys == "text" else slice(None)
     constant, lacking = read.constant, read.lacking
     if before and read.keys == "text":
@@ -276,7 +271,7 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
         keys=read.keys,
         note=(f"These weights are {read.implied}." if read.implied else lacking).strip(),
         buckets=_buckets(read.buckets, len(read.weights), index),
-        spans=_spans(mixer, call.x, index),
+        spans=_spans(mixer, x, index),
     )
 
 

@@ -32,7 +32,7 @@ from kinformer.lab.training.loop import Trainer
 from kinformer.lab.training.schedule import stage_at
 from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
 from kinformer.runtime.draws import seeding
-from kinformer.runtime.errors import KinformerError, plural, require, spelled
+from kinformer.runtime.errors import plural, require, spelled
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.process import emulates_bfloat16
 from kinformer.runtime.progress import tolerant
@@ -265,10 +265,7 @@ def _joined(device: str, parallel: Parallel) -> AbstractContextManager[Group]:
 
 def _under_torchrun(options: TrainOptions, quiet: bool, started_at: float) -> Summary:
     world = int(os.environ["WORLD_SIZE"])
-    if options.devices not in (1, world):
-        flag = f"`devices` {options.devices}" if options.parallel is None else f"`parallel` {options.parallel}"
-        remedy = "leave `devices` out" if options.parallel is None else f"give sizes whose product is {world}"
-        raise KinformerError(f"{flag}: torchrun started {plural(world, 'process')}; {remedy}.")
+    options.require_processes(world, f"torchrun started {plural(world, 'process')}")
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = auto if options.device == "auto" else options.device.split(":")[0]
     with ExitStack() as locks, _joined(device, options.parallelism) as group:

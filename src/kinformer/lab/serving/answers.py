@@ -37,13 +37,6 @@ class Piece:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The end of a request for which the model failed, or which the server ended."""
-
-    error: KinformerError
-
-
 class TextListener:
     """A listener that passes the pieces of one request's choices to ``send``; the first choice has the number
     ``first``. A token is passed on with the text in which it begins, so that a stop string removes its tokens, too.
@@ -52,7 +45,7 @@ class TextListener:
 
     def __init__(
         self,
-        send: Callable[[Piece | Failure], None],
+        send: Callable[[Piece | KinformerError], None],
         tokenizer: Tokenizer,
         stops: Sequence[str],
         first: int,
@@ -61,6 +54,7 @@ class TextListener:
     ) -> None:
         self._send, self._tokenizer, self._stops, self._first = send, tokenizer, stops, first
         self._ends, self._before = ends, before
+        self.new_tokens = 0
         self._echo: tuple[str, list[int], int, int] = "", [], 0, 0
         self._choices: dict[int, _Choice] = {}
 
@@ -83,6 +77,7 @@ class TextListener:
 
     def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
         """Pass on the text that the token completes; return whether the token or a stop string ends the copy."""
+        self.new_tokens += 1
         choice = self._choice(copy)
         if token not in self._ends:
             choice.waiting.append(ScoredToken(token, choice.begins + choice.text.decoded, score))
@@ -100,7 +95,7 @@ class TextListener:
 
     def failed(self, error: KinformerError) -> None:
         """Pass on the failure of the request."""
-        self._send(Failure(error))
+        self._send(error)
 
     def _choice(self, copy: int) -> _Choice:
         if copy not in self._choices:

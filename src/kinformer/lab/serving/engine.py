@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from kinformer.lab.serving.answers import TextListener
 
 # A request for continuations of one prompt, and the log-probabilities of its tokens.
-
-DrawSettings: TypeAlias = tuple[float, int | None, float | None, float | None]
-"""The temperature, top_k, top_p and min_p of a draw."""
 
 
 class Penalties(NamedTuple):
@@ -90,7 +87,7 @@ class Row:
     def __init__(self, request: Request, copy: int) -> None:
         self.request, self.copy = request, copy
         self.new_tokens = 0
-        self._uniforms = UniformStreams(request.sampling.seed, [request.first_stream + copy])
+        self.uniforms = UniformStreams(request.sampling.seed, [request.first_stream + copy])
         self.changes_logits = request.penalties != Penalties() or request.sampling.repetition_penalty != 1
         self._continuation: list[int] = []
         self._in_prompt: Tensor | None = None
@@ -99,16 +96,6 @@ class Row:
     def remaining(self) -> int:
         """Return how many more tokens may be drawn."""
         return self.request.max_new_tokens - self.new_tokens
-
-    @property
-    def draw_settings(self) -> DrawSettings:
-        """Return the settings of sampling that rows must share to draw in one operation."""
-        sampling = self.request.sampling
-        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-
-    def uniform(self, device: torch.device) -> Tensor:
-        """Return the next random number [1, 1] of this row."""
-        return self._uniforms.next(device)
 
     def note(self, token: int) -> None:
         """Note the next token of the continuation."""
@@ -157,58 +144,6 @@ class Limits(Checked):
 
 class BusyError(KinformerError):
     """The refusal of a request while all rows are taken and enough requests wait; the client may repeat it later."""
-
-
-class Admission:
-    """The admitted rows; ``row_bytes(length)`` is the size of a row's state if the longest row has this length."""
-
-    def __init__(self, limits: Limits, row_bytes: Callable[[int], int]) -> None:
-        self.limits, self._row_bytes = limits, row_bytes
-        self._lengths: Counter[int] = Counter()
-
-    @property
-    def rows(self) -> int:
-        """Return the number of admitted rows."""
-        return self._lengths.total()
-
-    def require_rows(self, prompts: int, copies: int) -> None:
-        """Raise if ``prompts`` prompts with ``copies`` copies each can never be accepted at a time."""
-        limits = self.limits
-        if copies > limits.max_streams:
-            most = plural(limits.max_streams, "sequence")
-            raise KinformerError(f"n is {copies:,}, but this server continues at most {most} at a time; lower n.")
-        if prompts > (accepted := limits.max_streams + limits.max_waiting):
-            raise KinformerError(
-                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most {accepted:,} at a time (its "
-                "max_streams and max_waiting); send fewer in a request."
-            )
-
-    def require_possible(self, request: Request) -> None:
-        """Raise if the request does not fit even without other requests."""
-        self.require_rows(1, request.copies)
-        limits, needed = self.limits, request.copies * self._row_bytes(request.length)
-        if limits.max_state_bytes is not None and needed > limits.max_state_bytes:
-            raise KinformerError(
-                f"{plural(request.copies, 'continuation')} of up to {plural(request.length, 'token')} need a state of "
-                f"up to {plural(needed, 'byte')}, but this server holds at most {limits.max_state_bytes:,} "
-                "(its max_state_bytes); lower max_tokens or n, or shorten the prompt."
-            )
-
-    def fits(self, request: Request) -> bool:
-        """Return whether the request fits beside the admitted requests."""
-        rows, limits = self.rows + request.copies, self.limits
-        if limits.max_state_bytes is None or rows > limits.max_streams:
-            return rows <= limits.max_streams
-        return rows * self._row_bytes(max([request.length, *self._lengths])) <= limits.max_state_bytes
-
-    def enter(self, request: Request) -> None:
-        """Admit all rows of the request."""
-        self._lengths[request.length] += request.copies
-
-    def leave(self, request: Request, rows: int = 1) -> None:
-        """Release some rows of the request."""
-        self._lengths[request.length] -= rows
-        self._lengths += Counter()  # forget lengths without rows
 
 
 # The rows stepped as one batch, and their state.
@@ -384,14 +319,15 @@ class Engine:
         self._entered: list[Request] = []
         self._waiting: deque[Request] = deque()
         self._cancelled: set[Request] = set()
-        self._admission = Admission(self.limits, lru_cache(4096)(lambda length: row_bytes(model, length)))
+        self._row_bytes = lru_cache(4096)(lambda length: row_bytes(model, length))
+        self._lengths: Counter[int] = Counter()  # the admitted rows, by the full length of their requests
         self._changed = threading.Condition()
         self._closing = False
 
     @property
     def rows(self) -> int:
         """Return the number of admitted rows, rows of unfinished prompts included."""
-        return self._admission.rows
+        return self._lengths.total()
 
     @property
     def waiting(self) -> int:
@@ -407,9 +343,8 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise BusyError(_SHUTTING_DOWN)
-            if not self._waiting and self._admission.fits(request):
-                self._admission.enter(request)
-                self._entered.append(request)
+            if not self._waiting and self._fits(request):
+                self._enter(request)
             elif len(self._waiting) < self.limits.max_waiting:
                 self._waiting.append(request)
             else:
@@ -423,10 +358,18 @@ class Engine:
 
     def check_rows(self, prompts: int, copies: int) -> None:
         """Raise, before they are built, if so many prompts with ``copies`` copies can never be accepted."""
-        self._admission.require_rows(prompts, copies)
+        limits = self.limits
+        if copies > limits.max_streams:
+            most = plural(limits.max_streams, "sequence")
+            raise KinformerError(f"n is {copies:,}, but this server continues at most {most} at a time; lower n.")
+        if prompts > (accepted := limits.max_streams + limits.max_waiting):
+            raise KinformerError(
+                f"prompt holds {plural(prompts, 'text')}, but this server accepts at most {accepted:,} at a time (its "
+                "max_streams and max_waiting); send fewer in a request."
+            )
 
     def check(self, request: Request) -> None:
-        """Raise if the request can never be served."""
+        """Raise if the request can never be served, also without other requests."""
         if len(request.tokens) == 0:
             raise KinformerError("the prompt is empty; give one token or more.")
         require_ids(self.model, int(request.tokens.min()), int(request.tokens.max()))
@@ -439,7 +382,14 @@ class Engine:
                 f"prompt and max_tokens need {plural(needed, 'position')}, but this model's positions end at "
                 f"max_length = {limit}; shorten the prompt, or lower max_tokens."
             )
-        self._admission.require_possible(request)
+        self.check_rows(1, request.copies)
+        needed, most = request.copies * self._row_bytes(request.length), self.limits.max_state_bytes
+        if most is not None and needed > most:
+            raise KinformerError(
+                f"{plural(request.copies, 'continuation')} of up to {plural(request.length, 'token')} need a state of "
+                f"up to {plural(needed, 'byte')}, but this server holds at most {most:,} "
+                "(its max_state_bytes); lower max_tokens or n, or shorten the prompt."
+            )
 
     def cancel(self, request: Request) -> None:
         """End a request whose listener has left; its rows are free from the next turn on."""
@@ -499,18 +449,30 @@ class Engine:
             self._leave(row.request, "cancelled")
         return rows
 
+    def _fits(self, request: Request) -> bool:
+        """Return whether the request fits beside the admitted requests; the longest row decides the size of all."""
+        rows, most = self.rows + request.copies, self.limits.max_state_bytes
+        if most is None or rows > self.limits.max_streams:
+            return rows <= self.limits.max_streams
+        return rows * self._row_bytes(max([request.length, *self._lengths])) <= most
+
+    def _enter(self, request: Request) -> None:
+        self._lengths[request.length] += request.copies
+        self._entered.append(request)
+
     def _admit(self) -> None:
         with self._changed:
-            while self._waiting and self._admission.fits(self._waiting[0]):
-                self._admission.enter(self._waiting[0])
-                self._entered.append(self._waiting.popleft())
+            while self._waiting and self._fits(self._waiting[0]):
+                self._enter(self._waiting.popleft())
             entered, self._entered = self._entered, []
         self._prefills.extend(Prefill(self.model, request) for request in entered)
 
     def _leave(self, request: Request, how: str, rows: int = 1) -> None:
+        """Release some rows of the request, and count the reason."""
         self.counts[how] += rows
         with self._changed:
-            self._admission.leave(request, rows)
+            self._lengths[request.length] -= rows
+            self._lengths += Counter()  # forget lengths without rows
 
     def _absorb(self) -> list[Joining]:
         """Absorb prompts in turns, up to a chunk of tokens together; return the rows whose prompts are complete."""
@@ -580,9 +542,11 @@ class Engine:
         """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
         if any(row.changes_logits for row in rows):
             logits = torch.stack([row.changed(values) for row, values in zip(rows, logits, strict=True)])
-        kinds: dict[DrawSettings, list[int]] = {}
+        kinds: dict[tuple[object, ...], list[int]] = {}
         for index, row in enumerate(rows):
-            kinds.setdefault(row.draw_settings, []).append(index)
+            sampling = row.request.sampling
+            settings = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            kinds.setdefault(settings, []).append(index)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         for indices in kinds.values():
             chosen = [rows[index] for index in indices]
@@ -621,7 +585,7 @@ def _indices(tokens: Sequence[int] | np.ndarray, logits: Tensor) -> Tensor:
 
 
 def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return torch.cat([row.uniform(device) for row in rows])
+    return torch.cat([row.uniforms.next(device) for row in rows])
 
 
 def _failure(error: Exception) -> KinformerError:

@@ -11,8 +11,8 @@ import numpy as np
 from kinformer.generation.sampling import ends_of_text
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.tokenizer import NEIGHBOURS, as_bytes, prompt_ids
-from kinformer.lab.serving.answers import Failure, Piece, TextListener
-from kinformer.lab.serving.engine import Engine, Request, TokenScore
+from kinformer.lab.serving.answers import Piece, TextListener
+from kinformer.lab.serving.engine import Engine, Request
 from kinformer.lab.serving.fields import Body
 from kinformer.runtime.errors import KinformerError, plural
 
@@ -45,10 +45,9 @@ class Job:
     ) -> None:
         engine.check_rows(len(prompts), body.n)
         self.engine, self.body = engine, body
-        self.prompt_tokens = self.new_tokens = 0
-        self._values = self._sent = self._taken = 0
+        self.prompt_tokens = self._values = self._sent = self._taken = 0
         self._overflowed = False
-        self._queue: asyncio.Queue[Piece | Failure | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[Piece | KinformerError | None] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
         starts = enumerate(prompts)
         self._requests = [self._request(tokenizer, prompt, number * body.n, new) for number, prompt in starts]
@@ -61,7 +60,7 @@ class Job:
     @property
     def usage(self) -> dict[str, int]:
         """Return how many tokens were absorbed and drawn so far."""
-        prompt, new = self.prompt_tokens, self.new_tokens
+        prompt, new = self.prompt_tokens, sum(request.listener.new_tokens for request in self._requests)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def submit(self) -> None:
@@ -92,8 +91,8 @@ class Job:
                 if item is None:
                     raise ClientLeftError
                 self._taken += 1
-                if isinstance(item, Failure):
-                    raise item.error
+                if isinstance(item, KinformerError):
+                    raise item
                 left -= item.reason is not None
                 yield item
         finally:
@@ -112,7 +111,8 @@ class Job:
         body = self.body
         # An array: a list of millions of ids takes half a second in which no other thread runs.
         tokens = prompt_ids(tokenizer, prompt) if isinstance(prompt, str) else np.array(prompt, np.int64)
-        listener = _Counting(self, tokenizer, first, tokens[-NEIGHBOURS:].tolist())
+        ends = (*body.stop_tokens, *(() if body.ignore_eos else ends_of_text(self.engine.model)))
+        listener = TextListener(self._send, tokenizer, body.stops, first, ends, tokens[-NEIGHBOURS:].tolist())
         self.prompt_tokens += len(tokens)
         limit = self.engine.model.max_length
         if body.max_tokens is not None:
@@ -157,7 +157,7 @@ class Job:
         rows = min(self.choices, self.engine.limits.max_streams)
         return 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
 
-    def _send(self, item: Piece | Failure) -> None:
+    def _send(self, item: Piece | KinformerError) -> None:
         """Pass a piece to the event loop, from any thread; end a stream whose client is too far behind."""
         if self._overflowed:
             return
@@ -165,27 +165,12 @@ class Job:
             self._overflowed = True
             self.cancel()
             behind = plural(self._sent - self._taken, "piece")
-            sentence = (
+            item = KinformerError(
                 f"{behind} of the stream waited for its client, so the stream has ended; read it faster, or lower "
                 "max_tokens or logprobs."
             )
-            item = Failure(KinformerError(sentence))
         self._sent += 1
         if self._loop is None:
             self._queue.put_nowait(item)
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-
-
-class _Counting(TextListener):
-    """A listener that also counts the tokens of its job."""
-
-    def __init__(self, job: Job, tokenizer: Tokenizer, first: int, before: list[int]) -> None:
-        body = job.body
-        ends = (*body.stop_tokens, *(() if body.ignore_eos else ends_of_text(job.engine.model)))
-        super().__init__(job._send, tokenizer, body.stops, first, ends, before)
-        self._job = job
-
-    def drawn(self, copy: int, token: int, score: TokenScore | None) -> bool:
-        self._job.new_tokens += 1
-        return super().drawn(copy, token, score)

@@ -14,6 +14,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hmac import compare_digest
 from json import dumps
 from pathlib import Path
@@ -152,8 +153,8 @@ def application(served: Served, local: bool, key: str | None = None) -> Starlett
         Route("/metrics", _metrics),
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
-        Route("/v1/completions", _completions, methods=["POST"]),
-        Route("/v1/chat/completions", _chat, methods=["POST"]),
+        Route("/v1/completions", partial(_answered, make=_completion_job, kind=Answer), methods=["POST"]),
+        Route("/v1/chat/completions", partial(_answered, make=_chat_job, kind=ChatAnswer), methods=["POST"]),
         Route("/v1/embeddings", _embeddings, methods=["POST"]),
     ]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=LOCAL, www_redirect=False)] if local else []
@@ -227,18 +228,10 @@ class Events(Response):
         await write(answers.DONE, more=False)
 
 
-async def _completions(request: Request) -> Response:
-    return await _answered(request, _completion_job, Answer)
-
-
 def _completion_job(served: Served, data: bytes) -> Job:
     body = fields.read(fields.parse(data), fields.COMPLETION, served.seed)
     _require_model(served, body.model)
     return Job(served.engine, served.tokenizer, body, fields.prompts(body.fields), NEW_TOKENS)
-
-
-async def _chat(request: Request) -> Response:
-    return await _answered(request, _chat_job, ChatAnswer)
 
 
 def _chat_job(served: Served, data: bytes) -> Job:
