@@ -59,8 +59,7 @@ class AllExits(NamedTuple):
         sequence: Tensor,
         source: Tensor | None = None,
     ) -> AllExits:
-        """Make the outputs from the ``logits`` [batch, time, vocab] of every exit; only ``hidden`` and ``source`` keep
-        their graph."""
+        """Make the outputs of the ``logits`` [batch, time, vocab] of all exits; only ``hidden`` has a graph."""
         with torch.no_grad():
             nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
             best = [logit.argmax(-1) for logit in logits]
@@ -103,8 +102,7 @@ class ExitRule(nn.Module):
 
 
 class ExitRuleConfig(Config):
-    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of width ``dim`` with ``exits``
-    exits."""
+    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of this width and number."""
 
     slot = "exit_rule"
     learns: ClassVar[bool] = False
@@ -145,7 +143,7 @@ class ThresholdConfig(ExitRuleConfig):
 class ThresholdRule(ExitRule):
     """A rule by confidence: ``confidence(at)`` returns numbers [n] from 0 to 1, or cosines from -1 to 1."""
 
-    def __init__(self, config: ThresholdConfig, exits: int) -> None:
+    def __init__(self, config: ThresholdConfig, dim: int, exits: int) -> None:
         super().__init__(exits)
         self.decay_tokens, self.thresholds = config.decay_tokens, config.at(exits)
 
@@ -180,18 +178,16 @@ class SoftmaxResponse(ThresholdRule):
         kind = "softmax_response"
         measure: Literal["difference", "maximum"] = "difference"
 
-        def build(self, dim: int, exits: int) -> SoftmaxResponse:
-            return SoftmaxResponse(self, exits)
-
-    def __init__(self, config: Config, exits: int) -> None:
-        super().__init__(config, exits)
+    def __init__(self, config: Config, dim: int, exits: int) -> None:
+        super().__init__(config, dim, exits)
         self.measure = config.measure
 
     def confidence(self, at: AtExit) -> Tensor:
         logits = at.logits()
+        probabilities = logits.to(state_dtype(logits.dtype)).softmax(-1)
         if self.measure == "maximum":
-            return logits.to(state_dtype(logits.dtype)).softmax(-1).amax(-1)
-        highest = logits.to(state_dtype(logits.dtype)).softmax(-1).topk(2, dim=-1).values
+            return probabilities.amax(-1)
+        highest = probabilities.topk(2, dim=-1).values
         return highest[..., 0] - highest[..., 1]
 
 
@@ -204,9 +200,6 @@ class Saturation(ThresholdRule):
     @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "saturation"
-
-        def build(self, dim: int, exits: int) -> Saturation:
-            return Saturation(self, exits)
 
     def confidence(self, at: AtExit) -> Tensor:
         dtype = state_dtype(at.x.dtype)
@@ -229,7 +222,7 @@ class ExitClassifier(ThresholdRule):
         learns = True
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(config, exits)
+        super().__init__(config, dim, exits)
         self.linear = nn.Linear(dim, 1)
 
     def confidence(self, at: AtExit) -> Tensor:
@@ -252,14 +245,8 @@ class ExitClassifier(ThresholdRule):
         return self.linear(x)[..., 0].to(state_dtype(x.dtype))
 
 
-# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits. The
-# docstring of every rule repeats its line of this table, because the formulas of a model are read from docstrings.
-#
-#     multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
-#     geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
-#                       a token leaves by the first exit with chi^n >= threshold
-#
-# The geometric-like distribution is also called Poisson binomial. Both learn the choice of an oracle, from the
+# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits, whose
+# formula stands in the docstring of the rule. A rule for tokens learns the choice of an oracle, from the
 # log-likelihoods LL_t^n of the right token, or from C_t^n, which is 1 if the right token is the most probable token,
 # else 0 (equations 13 to 16):
 #
@@ -270,10 +257,9 @@ class ExitClassifier(ThresholdRule):
 # The loss is alpha times the mean of -ln q_t(q*_t), and it trains the network too. Between exits of equal value the
 # oracle takes the lowest.
 #
-# The exit of a whole translation is predicted from its source x (section 3.2.1). The oracle sums LL or C over the
-# tokens of the translation:
+# The exit of a whole translation is predicted from its source (section 3.2.1). The oracle sums LL or C over the tokens
+# of the translation:
 #
-#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all leave by the arg max
 #     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
 #     correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 
@@ -388,7 +374,7 @@ class Geometric(ThresholdRule):
         per_exit: bool = False
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(config, exits)
+        super().__init__(config, dim, exits)
         self.config = config
         self.linear = nn.Linear(dim, max(1, exits - 1) if config.per_exit else 1)
 

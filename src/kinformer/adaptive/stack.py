@@ -206,8 +206,7 @@ class ExitStack(Stack):
 
 
 class Left(nn.Module):
-    """A module without effect, for hooks: the stack calls it with the exit of every token of a chunk, ``exits`` [batch,
-    time] int64, and ``valid`` [batch, time]."""
+    """A module without effect, for hooks: called with the ``exits`` [batch, time] int64 of a chunk, and ``valid``."""
 
     def forward(self, exits: Tensor, valid: Tensor | None) -> None:
         return None
@@ -354,8 +353,7 @@ class ExitDecoder(Decoder):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Tensor | ExitInputs, DecoderState]:
-        """Return the last hidden states [batch, time, dim], with separate heads as :class:`ExitInputs`, and the state
-        after the chunk."""
+        """Return the last hidden states [batch, time, dim] or :class:`ExitInputs`, and the state after the chunk."""
         if self.exit_heads is None:
             return super().head_inputs(values, state, valid=valid, reset=reset)
         chunk, state, order = self._begin(values, state, valid, reset)
@@ -368,8 +366,7 @@ class ExitDecoder(Decoder):
         return self._absorb_by_exits(chunk, state, taps)[0]
 
     def _absorb_by_exits(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
-        """Absorb ``chunk`` of values; also return the exit of each token, [batch, time] int64, None where all tokens go
-        through all layers."""
+        """Absorb ``chunk`` of values; also return the exits [batch, time] int64, None where no token leaves early."""
         chunk, before, seen = self._place(chunk, state.seen)
         source = source_means(state, chunk.x.shape[0])
         (x, layers, tapped), by = self.stack.absorb_by_exits(

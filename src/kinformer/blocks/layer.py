@@ -1,5 +1,4 @@
-"""Layers, each its sequence mixers and a feed-forward: the standard layer of a decoder and of an encoder, its variants,
-and the layer of SHA-RNN."""
+"""Layers of sequence mixers and a feed-forward: the standard layer of decoders and encoders, and its variants."""
 
 from __future__ import annotations
 
@@ -19,6 +18,7 @@ from kinformer.core.contract import (
     MixerConfig,
     PartialOutput,
     RecomputesKV,
+    StateOptions,
     initial_states,
 )
 from kinformer.core.encoder import (
@@ -27,7 +27,6 @@ from kinformer.core.encoder import (
     EncoderMixer,
     EncoderMixerConfig,
     SequenceContext,
-    StateOptions,
 )
 from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
@@ -145,8 +144,7 @@ def _additive(residual: Residual, run: R) -> R:
 
 
 class LayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state is a tuple of its mixers'
-    states."""
+    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state) with a tuple of its mixers' states."""
 
     slot = "layer"
 
@@ -266,8 +264,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
     (Devlin et al. 2018).
 
     ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has
-    none there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
-    mixer's).
+    none there, as its input has one. ``feed_forward_residual`` is the feed-forward's (None: as the mixer's).
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -548,8 +545,7 @@ class ShaRnnParts(nn.Module):
 
 
 class ShaRnnLayer(ChecksChunk, ShaRnnParts):
-    """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
-    is the tuple of the mixers'."""
+    """The layer of recurrence, attention, ``further_mixers`` and feed-forward; its state is the tuple of theirs."""
 
     mixer: CausalMixer
     attention: CausalMixer | None

@@ -98,8 +98,7 @@ class Initialisation(Config):
     residual: Literal["scaled", "plain", "zero"] = "scaled"
 
     def apply(self, model: nn.Module) -> None:
-        """Initialise every linear product and embedding of ``model`` in place, except in a nested model, which has its
-        own initialisation."""
+        """Initialise every linear product and embedding of ``model`` in place, except in a nested model."""
         initialised = {
             part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
         }

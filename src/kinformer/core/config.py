@@ -128,8 +128,7 @@ def field_types(config: type[Config]) -> dict[str, object]:
 
 
 def to_dict(value: object) -> Any:
-    """Return a config (or a tuple or plain value inside a config) as JSON-ready data; the data of a config with a slot
-    has its ``kind``."""
+    """Return a config (or a value inside one) as data for JSON; the data of a config with a slot has its ``kind``."""
     if isinstance(value, Config):
         return tags(value) | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
@@ -138,8 +137,7 @@ def to_dict(value: object) -> Any:
 
 
 def tags(config: Config) -> dict[str, str]:
-    """Return the keys beside the fields in a config's dict form: its ``kind`` and, if
-    another package has it, its ``package``."""
+    """Return the keys beside the fields in a config's dict form: its ``kind``, and ``package`` for another package."""
     tagged = {"kind": config.kind} if config.kind else {}
     package = package_of(type(config), PARTS, f"{config.slot}.{config.kind}")
     return tagged if package is None else tagged | {"package": package}
@@ -394,8 +392,7 @@ def _value(value: object, kind: object, changes: list[_Change], kinds: Kinds) ->
 
 
 def _filled(node: Config, inside: Mapping[str, list[_Change]], kinds: Kinds) -> Config:
-    """Return ``node`` with its fields changed and checked together. An error names the change that alone would be
-    refused in the same words, or else the last one."""
+    """Return ``node`` with its fields changed and checked together. An error names the change that caused it."""
     fields = field_types(type(node))
     new = {key: _value(getattr(node, key), fields[key], changes, kinds) for key, changes in inside.items()}
     try:

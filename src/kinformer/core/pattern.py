@@ -75,8 +75,7 @@ class Pattern:
         raise NotImplementedError
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return [n] of NONE, SOME or ALL: the allowed pairs of each box. SOME is always a correct answer, but splits
-        more boxes."""
+        """Return [n] of NONE, SOME or ALL: the allowed pairs of each box. SOME is never wrong but splits more boxes."""
         raise NotImplementedError
 
     @property

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, FirstValues, PartialOutput, shares_values
+from kinformer.core.contract import Chunk, FirstValues, PartialOutput, StateOptions, shares_values
 from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.state import map_tensors
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.core.encoder import SequenceContext, StateOptions
+    from kinformer.core.encoder import SequenceContext
     from kinformer.core.state import State
 
 M = TypeVar("M", bound=nn.Module)
@@ -338,8 +338,7 @@ class HeadConfig(Config):
     logits.
 
     ``input`` is the model's ``core.parts.Input``; a tied head reads its table. The module returns logits of every
-    position, [batch, time, ...], or, with ``per_position`` False, of whole inputs, [batch, ...], which a decoder cannot
-    have.
+    position, [batch, time, ...], or, with ``per_position`` False, of whole inputs, [batch, ...], as encoders have.
     """
 
     slot = "head"

@@ -1,33 +1,297 @@
-"""Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
-
-A product of one token with a matrix reads every weight once, so it takes at least the weights' bytes divided by the
-memory's bandwidth. PyTorch's default products take far longer if there are many weights, or more rows than one;
-oneDNN's layout comes closer, but a product takes some ten microseconds to begin. Elsewhere a matrix is read faster
-column by column. A matrix gets the layout that pays on the processor (:data:`LEAST`).
-
-``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as fast
-packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the table.
-"""
+"""Weights for inference: in 16 and 8 bits, packed for products of few rows, and a step of machine code."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeGuard, TypeVar
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kinformer.core import state as states
+from kinformer.core.model import CausalModel
 from kinformer.core.parts import UnpackedLinear, is_plain
-from kinformer.core.state import Leaf, State, unflattened
+from kinformer.core.state import State
 from kinformer.generation.recording import Unchanged, recordings_of
 from kinformer.generation.session import LONG
-from kinformer.generation.weights import as_weights
-from kinformer.runtime.process import processor_class
+from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.process import emulates_bfloat16, multiplies_int8, processor, processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
+
+# Weights in 16 and 8 bits for inference: less memory, and products of few rows that read fewer bytes.
+#
+#     w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
+#
+# :func:`as_weights` stores the weights of all linear products and tables of vectors so, embeddings and heads included.
+# The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
+# (:class:`UnpackedLinear`) keep the model's dtype.
+#
+# How a product with 8-bit weights is computed depends on the processor:
+#
+# * On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
+#   becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of
+#   rows changes nothing.
+# * Otherwise PyTorch's product takes and gives bfloat16, and sums in float32.
+#
+# bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
+# the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
+# bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at most 3e-8.
+#
+# ``benchmarks/llama_cpp.py`` compares them with llama.cpp.
+
+FEW = 16
+"""Rows up to which PyTorch's product of 8-bit weights is used on a CPU; for more, every product makes a wide matrix."""
+MULTIPLE = 32
+"""The numbers of columns that this product takes are multiples of this number."""
+WIDE = 512
+"""Columns from which on FBGEMM multiplies 8-bit weights where it is used; a row of fewer columns takes longer to split
+than the product gains (:func:`uses_fbgemm`)."""
+
+
+@cache
+def uses_fbgemm() -> bool:
+    """Return whether FBGEMM computes the products: on x86 with AVX2, without AVX-512 and VNNI.
+
+    Measured on an AMD EPYC (family 25, Zen 3), one thread, torch 2.13, microseconds a product of 1 and of 8 rows:
+
+        768 x 2304    float32 760, 2271    bfloat16 530, 3416    float16 428, 836    8 bits 264, 546
+        256 x 768     float32 138, 260     bfloat16  88, 430     float16  92, 138    8 bits  98, 109
+
+    PyTorch's product of 8-bit weights takes 534 and 1301, and 40 and 124.
+    """
+    flags = processor() or ""
+    measured = emulates_bfloat16() and "avx2" in flags and "avx512" not in flags and not multiplies_int8("cpu")
+    operators = hasattr(torch.ops.quantized, _PRODUCT) and hasattr(torch, "_make_per_channel_quantized_tensor")
+    return measured and operators and "fbgemm" in torch.backends.quantized.supported_engines
+
+
+_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
+
+
+class NarrowWeight(Tensor):
+    """A matrix [rows, columns] of few bits in place of a weight of ``dtype``; it does not change and has no gradient.
+
+    A linear product and an embedding read the narrow numbers. Every other operation reads the whole matrix in
+    ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for
+    FBGEMM. A weight of products alone stores one of both, a table of vectors ``matrix`` (``packed`` when needed).
+    """
+
+    matrix: Tensor | None
+    scales: Tensor | None
+    packed: torch.ScriptObject | None
+    by_fbgemm: bool
+    _dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Tensor, bits: int, table: bool = False) -> NarrowWeight:
+        """Return ``weight`` in 8 or 16 ``bits``; ``table``: its rows are looked up."""
+        matrix, scales = weight.detach().bfloat16(), None
+        if bits == 8:
+            wide = weight.detach().float()
+            scales = (wide.abs().amax(1) / 127).bfloat16()
+            # Up to the next bfloat16, so that no integer exceeds 127. A row of zeros has the scale 1.
+            low = scales.float() * 127 < wide.abs().amax(1)
+            scales = torch.where(low, torch.nextafter(scales, scales.new_tensor(torch.inf)), scales)
+            scales = scales.where(scales != 0, 1)  # of a row with NaN it stays NaN
+            matrix = (wide / scales.float()[:, None]).round().to(torch.int8)
+        return cls._of(matrix, scales, weight.dtype, table)
+
+    @classmethod
+    def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype, table: bool) -> NarrowWeight:
+        made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))
+        made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
+        on_cpu = matrix.device.type == "cpu"
+        made.by_fbgemm = on_cpu and uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
+        if made.by_fbgemm and not table:
+            made._pack()
+            made.matrix = None
+        return made
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._dtype
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __deepcopy__(self, memo: object) -> NarrowWeight:
+        return self
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if isinstance(index, slice) and self.matrix is not None:
+            scales = None if self.scales is None else self.scales[index]
+            return self._of(self.matrix[index], scales, self._dtype, table=True)
+        return self.widened()[index]
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return NarrowWeight._of, (self._numbers(), self.scales, self._dtype, self.matrix is not None)
+
+    def widened(self) -> Tensor:
+        """Return the whole matrix in ``dtype``."""
+        return self._wide(self._numbers(), self.scales)
+
+    def _numbers(self) -> Tensor:
+        if self.matrix is not None:
+            return self.matrix
+        if self.scales is None:
+            return torch.ops.quantized.linear_unpack_fp16(self.packed)[0].half()
+        return torch.ops.quantized.linear_unpack(self.packed)[0].int_repr()
+
+    def _wide(self, numbers: Tensor, scales: Tensor | None) -> Tensor:
+        wide = numbers.float()
+        return (wide if scales is None else wide * scales.float()[..., None]).to(self._dtype)
+
+    def _pack(self) -> torch.ScriptObject:
+        if self.packed is None:
+            assert self.matrix is not None
+            if self.scales is None:
+                self.packed = torch.ops.quantized.linear_prepack_fp16(self.matrix.float(), None)
+            else:
+                zeros = torch.zeros(len(self.scales), dtype=torch.int64)
+                with warnings.catch_warnings():  # PyTorch warns that it may remove tensors of quantised numbers
+                    warnings.simplefilter("ignore", UserWarning)
+                    numbers = torch._make_per_channel_quantized_tensor(self.matrix, self.scales.double(), zeros, 0)
+                    self.packed = torch.ops.quantized.linear_prepack(numbers, None)
+        return self.packed
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x W^T + bias [..., rows] of x [..., columns], in the dtype of x."""
+        few = x.reshape(-1, x.shape[-1])
+        if self.by_fbgemm:
+            y = self._by_fbgemm(few.float())
+        elif self.scales is None:
+            y = functional.linear(few, self.widened())
+        else:
+            y = self._by_bfloat16(few)
+        y = y.view(*x.shape[:-1], -1).to(x.dtype)
+        return y if bias is None else y + bias
+
+    def _by_fbgemm(self, x: Tensor) -> Tensor:
+        if self.scales is None:
+            return torch.ops.quantized.linear_dynamic_fp16(x, self._pack())
+        scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).mul(1 / _MOST).clamp_min(_LEAST)
+        x = x / scale
+        # The product itself rounds to whole numbers, half to even like ``round``.
+        both = torch.cat([x, (x - x.round()) * (2 * _MOST)])
+        y = getattr(torch.ops.quantized, _PRODUCT)(both, 1.0, _MOST + 1, self._pack())
+        high, low = y.chunk(2)
+        return torch.add(high, low, alpha=0.5 / _MOST) * scale
+
+    def _by_bfloat16(self, x: Tensor) -> Tensor:
+        assert self.matrix is not None and self.scales is not None
+        narrow = x.bfloat16()
+        if len(x) <= FEW and x.shape[1] % MULTIPLE == 0 and x.device.type == "cpu":
+            return torch._weight_int8pack_mm(narrow, self.matrix, self.scales)
+        # The same roundings, so that a text may be cut into any chunks.
+        return (narrow.to(x.dtype) @ self.widened().to(x.dtype).mT).bfloat16()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of ``ids`` [...] int64, [..., columns] in ``dtype``."""
+        if self.matrix is None:
+            return self.widened()[ids]
+        return self._wide(self.matrix[ids], None if self.scales is None else self.scales[ids])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, weight = kwargs or {}, args[1] if len(args) > 1 else None
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and isinstance(weight, NarrowWeight):
+                return weight.product(args[0], *args[2:], **kwargs)
+            if func is functional.embedding and isinstance(weight, NarrowWeight):
+                return weight.rows(args[0])
+            if func in _FACTS:
+                return func(*args, **kwargs)
+            return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
+
+
+_MOST = 63
+"""The largest number of 7 bits. With 8 bits, FBGEMM's sums of two products would exceed 16 bits."""
+_LEAST = 1e-30
+
+_NAMES = "shape device ndim layout requires_grad is_leaf is_meta is_sparse is_nested is_cpu is_cuda grad_fn _version"
+_FACTS: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "data_ptr", "is_inference")),
+}
+"""The attributes and methods that do not read the numbers."""
+
+
+def _wide(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(_wide, argument))
+    return argument.widened() if isinstance(argument, NarrowWeight) else argument
+
+
+def as_weights(model: Model, weights: str) -> Model:
+    """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
+
+    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, without
+    ``torch.compile``, on its device and in its dtype. On a GPU 8-bit weights save memory but no time.
+
+    Errors: ``KinformerError`` for another type.
+    """
+    if weights not in ("fp32", "bf16", "int8"):
+        raise KinformerError(f"weights is {weights!r}, but must be one of fp32, bf16 and int8.")
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if weights == "bf16" and not (on_cpu and uses_fbgemm()):
+        return model.to(torch.bfloat16)
+    if weights != "fp32":
+        _narrow(model, 8 if weights == "int8" else 16)
+    return model
+
+
+def _narrow(model: nn.Module, bits: int) -> None:
+    products = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear | nn.Embedding) and not isinstance(module, UnpackedLinear)
+        if module._parameters.get("weight") is not None
+    ]
+    tables = {id(module.weight) for module in products if isinstance(module, nn.Embedding)}
+    made: dict[int, NarrowWeight] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for module in products:
+            weight = module.weight
+            if id(weight) not in made:
+                made[id(weight)] = NarrowWeight.of(weight, bits, id(weight) in tables)
+            del module.weight
+            module.weight = made[id(weight)]
+            # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
+            module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
+    model.requires_grad_(False).eval()
+    model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
+    model.register_state_dict_pre_hook(_refuse_saving)
+
+
+def _refuse_training(model: Model, mode: bool = True) -> Model:
+    if mode:
+        raise KinformerError("this model has narrow weights, which cannot be trained; load it with weights of fp32.")
+    return nn.Module.train(model, False)
+
+
+def _refuse_saving(model: nn.Module, *_: object) -> None:
+    raise KinformerError("this model has narrow weights, which cannot be saved; load it with weights of fp32.")
+
+
+# Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
+#
+# A product of one token with a matrix reads every weight once, so it takes at least the weights' bytes divided by the
+# memory's bandwidth. PyTorch's default products take far longer if there are many weights, or more rows than one;
+# oneDNN's layout comes closer, but a product takes some ten microseconds to begin. Elsewhere a matrix is read faster
+# column by column. A matrix gets the layout that pays on the processor (:data:`LEAST`).
+#
+# ``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as
+# fast packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the
+# table.
 
 
 class Least(NamedTuple):
@@ -156,7 +420,7 @@ def inference_copy(model: Model, rows: int, steps: int, weights: str | None = No
     """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences; on a GPU and for few steps, ``model``
     itself.
 
-    ``weights``: the type of its weights (``generation.weights``), None for the model's. The model stores the copies for
+    ``weights``: the type of its weights (:func:`as_weights`), None for the model's. The model stores the copies for
     the next calls, until a call finds that it has changed. A copy has the bytes of the packed or narrow weights and
     shares the others. With hooks the model itself draws.
     """
@@ -185,6 +449,103 @@ def _shared_copy(model: Model) -> Model:
     return copy.deepcopy(model, shared).requires_grad_(False)
 
 
+# The leaves of a state by name and in order, for a graph without Python, which takes and returns them.
+#
+# Leaves that grow keep an open axis of past slots. Leaves of a window are full from the start: slots are right-aligned,
+# and slots before a sequence's first token are invalid, like the first slots of a shorter sequence in a batch.
+
+BATCH, PAST = "batch", "past"
+"""The open axes of a leaf: the sequences, and the tokens that they have absorbed."""
+_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a state: its ``name`` is the path to it, ``shape`` has the names of open axes. A new sequence begins
+    with zeros and no past slots."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @property
+    def grows(self) -> bool:
+        """Return whether the leaf gains a slot with every token."""
+        return PAST in self.shape
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Return the leaf as data that JSON can hold."""
+        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+
+    def zeros(self, batch: int, past: int = 0) -> Tensor:
+        """Return the leaf of ``batch`` new sequences, with ``past`` slots where it grows."""
+        sizes = {BATCH: batch, PAST: past}
+        shape = [size if isinstance(size, int) else sizes[size] for size in self.shape]
+        return torch.zeros(shape, dtype=getattr(torch, self.dtype))
+
+    def accepts(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` has the dtype and all sizes except the open axes."""
+        sizes = zip(tensor.shape, self.shape, strict=False)
+        fits = all(isinstance(expected, str) or size == expected for size, expected in sizes)
+        return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Return a copy of ``tensor``, with zeros before its slots where a window has more."""
+        slots = self.shape[_SLOTS] if tensor.dim() == len(self.shape) > _SLOTS else PAST
+        if isinstance(slots, int) and (missing := slots - tensor.shape[_SLOTS]) > 0:
+            before = tensor.new_zeros(*tensor.shape[:_SLOTS], missing, *tensor.shape[_SLOTS + 1 :])
+            return torch.cat([before, tensor], dim=_SLOTS)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a state with the paths to them, as in ``layers.0.0.k``, in order."""
+    if isinstance(state, Tensor):
+        yield ".".join(path), state
+        return
+    names = getattr(state, "_fields", None) or map(str, range(len(state)))
+    for name, item in zip(names, state, strict=True):
+        yield from named_leaves(item, (*path, name))
+
+
+def unflattened(like: State, leaves: Sequence[Tensor]) -> State:
+    """Return a state of the structure of ``like`` with these leaves."""
+    rest = iter(leaves)
+    return states.map_tensors(lambda _: next(rest), like)
+
+
+def leaves_of(model: CausalModel) -> list[Leaf]:
+    """Return the leaves of the states of ``model``, a causal model of tokens, with full windows.
+
+    Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows other than by slots.
+    """
+    retained = [size for module in model.modules() if isinstance(size := getattr(module, "retained", None), int)]
+    length = max(retained, default=0) + 3
+    if model.max_length is not None:
+        length = max(1, min(length, model.max_length - 1))
+    initial = dict(named_leaves(model.initial_state(1)))
+    with torch.no_grad():
+        states = [model(torch.zeros(1, time, dtype=torch.int64))[1] for time in (length, length + 1)]
+    now, then = (dict(named_leaves(state)) for state in states)
+    return [_leaf(name, initial[name], now[name], then[name]) for name in initial]
+
+
+def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
+    """Return the leaf with the value ``first`` at the start, ``now`` after some tokens and ``then`` after one more."""
+    if bool(first.any()):
+        raise KinformerError(f"the state's {name} does not begin with zeros, as the leaves of a graph do.")
+    shape: list[int | str] = [BATCH, *now.shape[1:]]
+    for axis, (size, next_size) in enumerate(zip(now.shape, then.shape, strict=True)):
+        if size != next_size:
+            shape[axis] = PAST
+    sizes: dict[int, int] = dict(enumerate(first.shape))
+    irregular = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
+    if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
+        raise KinformerError(f"the state's {name} grows other than by a slot for every token.")
+    return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))
+
+
 # The step of a model from a package of machine code, in place of a recorded step.
 #
 # A session finds it among the recordings of its model (``generation.recording``), so prompts, sampling and stops work
@@ -194,8 +555,7 @@ Step = Callable[..., list[Tensor]]
 
 
 class PackagedStep:
-    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model; ``leaves`` describe the leaves of its
-    states."""
+    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model; ``leaves`` describe its states' leaves."""
 
     def __init__(self, step: Step, leaves: Sequence[Leaf], model: nn.Module) -> None:
         self.run, self.leaves = step, leaves

@@ -153,8 +153,7 @@ class LinearHead(nn.Module):
 
 
 class TokenClassificationHead(LinearHead):
-    """The head of classes of tokens. A causal model that classifies whole texts has this head too: the logits of the
-    last token count."""
+    """The head of classes of tokens; of whole texts in a causal model, by the logits of the last token."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
@@ -170,8 +169,7 @@ class TokenClassificationHead(LinearHead):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanHead(HeadConfig):
-    """The head hidden_states [batch, time, dim] -> logits [batch, time, 2] of the first and the last token of an answer
-    (Devlin et al. 2018, section 4.2)."""
+    """The head -> logits [batch, time, 2] of an answer's first and last token (Devlin et al. 2018, section 4.2)."""
 
     kind = "span"
     classes: ClassVar[int] = 2
@@ -215,8 +213,7 @@ class DistilledHead(nn.Module):
 
 
 class CTCHead(LinearHead):
-    """The head of connectionist temporal classification (Graves et al. 2006): a symbol or none, position by position.
-    Class 0 is the blank, no symbol."""
+    """The head of connectionist temporal classification (Graves et al. 2006): a symbol, or class 0, the blank."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):

@@ -46,8 +46,7 @@ class Pixels(Input):
     every block sees START, and no cell sees the last value of a block (the Image Transformer's code in 2D, which shifts
     every block separately). ``shifted``: position t holds the value before cell t, which is predicted there; False, in
     an encoder: position t holds the value of cell t, without START. ``classes``: the number of image classes, 0 for
-    none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), so chunks work as for
-    any sequence.
+    none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), in any chunk.
     """
 
     @dataclass(frozen=True, kw_only=True)

@@ -108,8 +108,7 @@ class RunningNorm:
 
 
 def normalised_features(samples: Tensor, bank: Filterbank, causal: bool) -> Tensor:
-    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model, normalised by the frames so
-    far."""
+    """Return features [frames, mels] of sound, float32 [time]; ``causal``: normalised by the frames so far."""
     features = bank(samples)
     return RunningNorm()(features) if causal else normalised(features)
 

@@ -232,12 +232,10 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class GlobalInput(nn.Module):
-    """The global input's tokens: how many there are, their vectors, and the
-    sentences of the long input they stand for."""
+    """The tokens of a global input: their number, their vectors, and the sentences of the long input for them."""
 
     def sentences(self, batch: int, time: int, device: torch.device) -> Tensor | None:
-        """Return the sentence of each token where the caller names none,
-        [batch, time] int64; None if there are none."""
+        """Return the sentence of each token [batch, time] int64 where the caller names none; None if there are none."""
         return None
 
     def count(self, sentences: Tensor | None, time: int) -> int:
@@ -259,8 +257,7 @@ class GlobalInputConfig(Config):
 
 
 class ExtraTokens(GlobalInput):
-    """The global input of ``count`` tokens with one learnt vector each: Big Bird's extended construction
-    (BigBird-ETC)."""
+    """The global input of ``count`` tokens with one learnt vector each (Big Bird's extended construction)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):

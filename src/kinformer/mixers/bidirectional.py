@@ -200,8 +200,7 @@ class BidirectionalAttention(EncoderMixer):
         return Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
-        """Return attention of the long input's tokens to its global tokens at ``positions`` [batch, n], except for
-        pairs that the pattern allows."""
+        """Return attention of the long input to global tokens at ``positions`` [batch, n] outside of the pattern."""
         q, k, v = qkv
         unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen

@@ -148,8 +148,7 @@ class LSHAttention(CausalMixer):
     not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 
     ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even, or 1 for none. A chunk is
-    ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The rotations are drawn with the weights
-    and saved with them.
+    ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The drawn rotations are saved.
     """
 
     growth = "window"

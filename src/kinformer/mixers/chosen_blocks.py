@@ -43,8 +43,7 @@ from kinformer.runtime.compiling import HostDriven
 
 class ChosenState(NamedTuple):
     """The state: the cache ``attention`` of keys and values, and ``means`` [batch, kv_heads, blocks, width] of the
-    complete blocks' keys, with ``compression`` also of their values behind them (or its summaries); right-aligned, zero
-    where a row has none."""
+    complete blocks' keys, with ``compression`` also of their values behind them (or its summaries); right-aligned."""
 
     attention: KeysValues | ReservedKeysValues
     means: Tensor

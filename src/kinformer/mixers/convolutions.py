@@ -98,8 +98,7 @@ class SeparableTransition(FeedForwardConfig):
 
 
 class _Weights(nn.Module):
-    """The weights: ``first`` and ``second`` are the convolutions of every channel, ``up``
-    and ``down`` the products after them."""
+    """The weights: the convolutions ``first`` and ``second`` of every channel, and the products ``up`` and ``down``."""
 
     def __init__(self, config: SeparableTransition, dim: int) -> None:
         super().__init__()

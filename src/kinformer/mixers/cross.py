@@ -56,8 +56,7 @@ class CrossState(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
     def last(self, rows: int) -> Tensor:
-        """Return the slot of the last real token of the source for each of ``rows`` rows, [rows] int64, 0 for a source
-        without real tokens."""
+        """Return the slot of the source's last real token for ``rows`` rows, [rows] int64, 0 where none is real."""
         valid = self.valid[:, 0]
         slots = torch.arange(valid.shape[1], device=valid.device).where(valid, 0)
         return slots.amax(-1).repeat_interleave(rows // len(valid))
@@ -247,8 +246,7 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         y_t = softmax_r(q_t . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E S) W_K + b_K,   V' = (F S) W_V + b_V
 
     S is the source and q_t = W_q x_t (``query``). E and F project its length as in an encoder's ``linformer``. The
-    source is summed up once, when a state is begun: a step then costs k products for a source of any length, as does
-    the state.
+    source is summed up once, when a state is begun: a step then costs k products for a source of any length.
 
     Every token sees all summaries of its row's source, which has at most ``max_length`` tokens. ``source_dim`` is the
     width of the source, ``dim`` if None. ``rank``: the paper's k, for a source of ``max_length`` tokens; a shorter one

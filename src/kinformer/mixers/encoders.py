@@ -191,8 +191,7 @@ class EtcAttention(EncoderMixer):
 
 
 def _in_sentence(text: SequenceContext) -> Tensor | None:
-    """Return whether the global token stands for the sentence of the long input's token,
-    [batch, time, num_global] bool, or None."""
+    """Return whether the global token stands for the token's sentence, [batch, time, num_global] bool, or None."""
     if text.sentences is None:
         return None
     stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]
@@ -251,8 +250,7 @@ class StarAttention(EncoderMixer):
 
     ``iterations`` times, from H = E, the inputs, and s = their mean. A token sees five vectors and the relay all, so
     that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by every
-    update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
-    layer, ``bare``.
+    update and by nothing else, so all updates are one mixer. It adds no residual: the layer is ``bare``.
 
     ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as
     in the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
@@ -302,8 +300,7 @@ class StarAttention(EncoderMixer):
         return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
 
     def star(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return tokens [batch, time, dim], zero where not ``valid``, and the
-        relay [batch, 1, dim], after all updates."""
+        """Return tokens [batch, time, dim], zero where not ``valid``, and the relay [batch, 1, dim], after updates."""
         e = h = select_valid(x, valid)
         count: int | Tensor = x.shape[1]
         if valid is not None:
@@ -562,8 +559,7 @@ def joined(windows: Tensor, side: int, grid: tuple[int, ...]) -> Tensor:
 
 
 def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) -> Tensor | None:
-    """Return which pairs of patches of a shifted window are neighbours, [windows, 1,
-    side^2, side^2] bool; None if unshifted."""
+    """Return which pairs of a shifted window are neighbours, [windows, 1, side^2, side^2] bool; None if unshifted."""
     if not shift:
         return None
     places = [torch.arange(n, device=device) for n in grid]

@@ -225,8 +225,7 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         return select_valid(y, chunk.valid), PathState(cache, recent)
 
     def _directions(self, x: Tensor, recent: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return the unit vectors w of a chunk [batch, kv_heads, time, head_dim], and the projections that later tokens
-        need."""
+        """Return the unit vectors w of a chunk [batch, kv_heads, time, head_dim], and projections for later tokens."""
         w = self.directions(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         if self.convolution is not None:
             w, recent = self.convolution(w, recent, chunk.valid, real_resets(chunk))

@@ -30,9 +30,8 @@ from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceCon
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl, LstmImpl
-from kinformer.kernels.delta import DeltaTokens
-from kinformer.kernels.linear import check_triton
-from kinformer.kernels.linear.across import delta_across
+from kinformer.kernels.delta import delta_across
+from kinformer.kernels.linear.sequence import DeltaTokens, check_triton
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.parts.output_parts import convolve
 from kinformer.runtime.autograd import no_autocast
@@ -166,8 +165,7 @@ class OuterProduct(CausalMixer):
     With sigma the identity this is kernel attention (the mixer ``linear`` with the features ``identity``, without a
     normaliser), whose chunks are computed at once. Any other sigma makes S_t depend on S_(t-1) alone, token by
     token, as an LSTM's state does: the products of a block are made at once, and the activation is taken ``time``
-    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant. ``head_dim`` defaults
-    to dim / num_heads.
+    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant.
     """
 
     growth = "constant"
@@ -242,8 +240,7 @@ class TimeMixState(NamedTuple):
 
 
 class FirstLayerValues(SharesValues, nn.Module):
-    """The mixing of v [batch, heads, time, head_dim] with the first layer's, by gates of x' through ``rank``
-    features."""
+    """The mixing of v [batch, heads, time, head_dim] with the first layer's, by gates of ``rank`` features of x'."""
 
     def __init__(self, dim: int, rank: int, num_heads: int, head_dim: int) -> None:
         super().__init__()

@@ -278,8 +278,7 @@ MEMORY_BLOCK = 32
 
 
 class TensorizedMemoryState(NamedTuple):
-    """The state: ``hidden_states`` [batch, 1, past, dim], the last ``memory + segment - 1`` inputs, right-aligned;
-    ``seen`` [batch] int64."""
+    """The state: the last ``memory + segment - 1`` inputs [batch, 1, past, dim], right-aligned; ``seen`` [batch]."""
 
     hidden_states: Tensor
     seen: Tensor
@@ -377,8 +376,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _attend(self, queries: Tensor, window: Tensor, shown: Tensor) -> Tensor:
         """Return y [batch, tokens, dim] of ``queries`` [batch, tokens, rank or twice that] over the keys and values
-        [batch, tokens, n, 2 rank] of their windows, where ``shown`` [batch, tokens, n] marks the slots that exist and
-        may be seen."""
+        [batch, tokens, n, 2 rank] of their windows, where ``shown`` [batch, tokens, n] marks the visible slots."""
         window = torch.where(shown[..., None], window, window.new_zeros(()))
         k, v = window.chunk(2, -1)
         parts = queries[:, :, None].chunk(self.terms, -1)

@@ -22,6 +22,7 @@ from kinformer.core.contract import (
     MixerConfig,
     ReadsSource,
     RecomputesKV,
+    StateOptions,
     left_align,
     require_input,
     select_valid,
@@ -31,7 +32,6 @@ from kinformer.core.encoder import (
     EncoderMixer,
     EncoderMixerConfig,
     SequenceContext,
-    StateOptions,
     global_positions,
 )
 from kinformer.core.stack import Stack, StackConfig
@@ -451,8 +451,7 @@ class LayerRecord:
 
 
 def layers() -> list[LayerRecord]:
-    """Return the records of all names that :func:`layer` takes: the members, then the mixers without a member of the
-    same name."""
+    """Return the records of all names that :func:`layer` takes: the members, then mixers of other names."""
     members = [member(name) for name in FAMILY]
     records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
     table, names = kinds(), {record.name for record in records}
@@ -720,8 +719,7 @@ def _summary(config: Config) -> list[str]:
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
-    """Return a change of the number of heads to the next smaller divisor of ``dim``, where the recipe's number does not
-    divide ``dim``."""
+    """Return a change of the number of heads to the next smaller divisor of ``dim``, where it is none."""
     mixer = _mixer_config(config)
     heads = getattr(mixer, "num_heads", None)
     if heads is None or getattr(mixer, "head_dim", None) is not None or dim % heads == 0:
@@ -731,8 +729,7 @@ def _heads(config: Any, dim: int) -> dict[str, int]:
 
 
 def _changed(config: C, changes: Mapping[str, object]) -> C:
-    """Return ``config`` after ``changes``. The table of all kinds takes a while to import, so it is read only where a
-    change names a part."""
+    """Return ``config`` after ``changes``. Importing all kinds is slow, so only a change that names a part does it."""
     plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
     return override(config, changes, {} if plain else kinds())
 

@@ -42,8 +42,7 @@ class Decay(nn.Module):
 
     def fade(self, x: Tensor, k: Tensor, valid: Tensor | None, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys k [batch, heads, time, features] as they enter the state, and the logarithms of the decay for
-        inputs x [batch, time, dim], 0 where not ``valid`` [batch, time]; ``more`` [batch, heads, time] is added to
-        them."""
+        inputs x [batch, time, dim], 0 where not ``valid`` [batch, time]; ``more`` [batch, heads, time] is added."""
         log_decay = self(x)
         if self.coupled:
             enters = self.entering(log_decay)
@@ -277,8 +276,7 @@ def build_score_decay(
     config: Any, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
 ) -> Decay | None:
     """Return the module of the field ``decay`` of a mixer's ``config``, or None for None. Refuse decays that scores
-    cannot have, and scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens
-    have spans."""
+    cannot have, and scores without decays. ``lasting``: the pattern keeps the first tokens, or tokens have spans."""
     if config.decay is None:
         return None
     relative = position.relative(0, 1)

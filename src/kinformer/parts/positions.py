@@ -30,8 +30,7 @@ SLOWEST = 10000.0
 
 
 def sinusoids(numbers: Tensor, width: int, base: float = SLOWEST, interleaved: bool = False) -> Tensor:
-    """Return sin(n / base^(2i / width)) for all i, then the cosines, [..., width] float64; ``interleaved``: each cosine
-    behind its sine."""
+    """Return sin(n / base^(2i / width)), then the cosines, [..., width] float64; ``interleaved``: side by side."""
     index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
     # At 10^6 a float32 angle is 0.06 rad off.
     angles = numbers[..., None].to(torch.float64) * base ** (-index / width)
@@ -201,8 +200,7 @@ def ids_of(max_distance: int) -> int:
 
 
 class TypedRelations(nn.Module):
-    """The tables ``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads]
-    (their c); rows beyond the ids are spare."""
+    """The tables ``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads] (their c)."""
 
     def __init__(self, max_distance: int, num_heads: int, head_dim: int, rows: int | None = None) -> None:
         super().__init__()
@@ -224,8 +222,7 @@ class TypedRelations(nn.Module):
         return Relative(-farthest, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
 
     def scores(self, q: Tensor) -> Tensor:
-        """Return the term of each id in the score of each query: [batch, heads,
-        n, head_dim] -> [batch, heads, n, ids]."""
+        """Return each id's term of the scores: [batch, heads, n, head_dim] -> [batch, heads, n, ids]."""
         products = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
         return products + (self.bias * self.scale).mT[:, None]
 
@@ -296,8 +293,7 @@ class ComplexOrder(nn.Embedding):
         return torch.cat([*turned], dim=-1)
 
     def _first(self, device: torch.device) -> Tensor:
-        """Return the frequencies that ``offset`` is added to, [dim / 2 or 1] float64: one for all features is the first
-        of them."""
+        """Return the frequencies that ``offset`` is added to, [dim / 2 or 1] float64: the first, where there is one."""
         if self.base is None:
             return torch.zeros(self.offset.shape[1], device=device, dtype=torch.float64)
         index = torch.arange(self.offset.shape[1], device=device, dtype=torch.float64)

@@ -363,8 +363,7 @@ class SharedQK(Projection):
         k_t, v_t = sum_s w_s * (W x)_{t-s},   s = 0 ... width - 1          q_t = W_q k_t
 
     Keys and values are convolved over time as in ``convolved``; queries are one more product of the convolved keys
-    of all heads, so that both have one representation. Nothing before the first token of a sequence enters the
-    convolution.
+    of all heads, so that both have one representation. Before the first token the convolution reads zeros.
 
     The projection with ``weight`` [width, 2 heads, head_dim] of the heads of k and v, one after the other;
     ``weight[0]`` weighs the token itself.
@@ -721,8 +720,7 @@ class LengthProjection(nn.Module):
     """The weights of E and F (one for both where they are shared), returned by ``forward()``.
 
     ``learned``: [1 or 2, heads or 1, rank, max_length]; ``convolution``: [1 or 2, heads or 1, head_dim, width *
-    head_dim], where a window's tokens stand side by side. ``shared``: layers of equal sizes use one, which the model
-    owns.
+    head_dim], where a window's tokens stand side by side. ``shared``: layers of equal sizes use the model's one.
     """
 
     def __init__(self, config: SummariesConfig, sizes: tuple[int, int]) -> None:

@@ -32,8 +32,7 @@ class Rope(Position):
 
     The product of a query and a key therefore depends on their distance only. ``layout`` says which features form a
     pair: ``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper).
-    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter); the others are not
-    changed.
+    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter).
 
     A model trained at ``original_length`` runs ``factor`` times as far with other frequencies:
 
@@ -128,8 +127,7 @@ class Rope(Position):
 
 
 def frequencies(config: Rope.Config, width: int, device: torch.device | None = None) -> Tensor:
-    """Return radians per position of each pair of ``width`` features, [width /
-    2] float64, scaled as ``config`` says."""
+    """Return radians per position of each pair of ``width`` features, [width / 2] float64, scaled by ``config``."""
     base = config.base
     if config.scaling == "ntk":
         base *= config.factor ** (width / (width - 2))

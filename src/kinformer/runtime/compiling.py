@@ -36,8 +36,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Leave a function out of graphs: ``torch.compiler.disable``, which is called
-    once something has loaded the compiler."""
+    """Leave a function out of graphs: ``torch.compiler.disable``, called once the compiler is loaded."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         disabled: Callable[P, R] | None = None
@@ -234,8 +233,7 @@ class HostDriven:
 
 
 def is_empty_mask(output_mask: Tensor) -> bool:
-    """Return whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0],
-    answers without a look at its entries."""
+    """Return whether ``output_mask`` [batch, time] selects no token; for [batch, 0] without reading entries."""
     return not output_mask.numel() or not output_mask.any()
 
 

@@ -240,8 +240,7 @@ def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> Sequen
 
 
 def padding(subject: EncoderSubject) -> None:
-    """Check that sequences of different lengths in one batch, with random numbers in their padding, give the values and
-    gradients of each sequence alone."""
+    """Check that sequences in one batch, with random numbers as padding, give each sequence's values and gradients."""
     module = subject.build()
     for case in subject.cases():
         together, alone, valid = subject.padded(case)
@@ -274,8 +273,7 @@ def rows(subject: EncoderSubject) -> None:
 
 
 def both_ways(subject: EncoderSubject) -> None:
-    """Check that later tokens are seen: changing the last token moves the first
-    output (through some token, in some case)."""
+    """Check that later tokens are seen: changing the last token moves the first output, in some case."""
     module = subject.build()
     with torch.no_grad():
         moved = 0.0

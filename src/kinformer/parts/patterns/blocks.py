@@ -68,8 +68,7 @@ class RandomBlocks(ChosenBlocks):
         return 0 if self.total is None else self.total * self.block - 1
 
     def choices(self, blocks: Numbers) -> Sequence[Numbers]:
-        """Draw ``count`` distinct blocks of a pool by Floyd's method: the i-th of 0
-        .. last, or ``last`` if drawn before."""
+        """Draw ``count`` distinct blocks by Floyd's method: the i-th of 0 .. last, or ``last`` if drawn before."""
         pool = blocks if self.total is None else blocks * 0 + (self.total - 1)
         drawn: list[Numbers] = []
         for number in range(self.count):
@@ -236,8 +235,7 @@ class FirstAndLast(Pattern):
 Table = NDArray[np.int32]
 
 PAPER_LENGTHS = (1024, 2048, 3072, 4096)
-"""Lengths in tokens with the plan of the paper's experiments: it draws for the longest length, from the blocks of the
-shortest."""
+"""Lengths in tokens with the plan of the paper's experiments, which draws for the longest one."""
 
 
 def random_table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:

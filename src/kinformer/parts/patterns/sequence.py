@@ -104,8 +104,7 @@ class Causal(Band):
 
 @dataclass(frozen=True)
 class Comb(Pattern):
-    """The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``, for dilated windows and columns; a
-    bound of None bounds nothing."""
+    """The pairs with -ahead <= q - k <= behind (None: no bound) and q - k a multiple of ``stride``."""
 
     behind: int | None = None
     ahead: int | None = 0
@@ -118,8 +117,7 @@ class Comb(Pattern):
         return seen if self.ahead is None else seen & (distance >= -self.ahead)
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return the exact cover: a box has the distances nearest + n * step, and either every ``period``-th distance
-        is allowed or no distance is."""
+        """Return the exact cover: of a box's distances nearest + n * step, every ``period``-th is allowed, or none."""
         step = boxes.step
         nearest, farthest = boxes.q_low - boxes.k_high, boxes.q_high - boxes.k_low
         low = nearest if self.ahead is None else np.maximum(nearest, -self.ahead)
@@ -434,8 +432,7 @@ class Dilated(Comb):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config: ``window`` and ``ahead`` count keys; ``dilations`` has one
-        dilation per head, instead of ``dilation``."""
+        """The config: ``window`` and ``ahead`` count keys; ``dilations``: one per head, instead of ``dilation``."""
 
         kind = "dilated"
         LEAST = {"window": 1, "ahead": 0}
@@ -540,8 +537,7 @@ class Parts(Unsized):
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """Document boundaries: tokens of one document see each other and nothing else. ``starts`` are the first positions
-    of all documents but the document at 0."""
+    """Documents whose tokens see each other alone. ``starts``: their first positions, but for the one at 0."""
 
     starts: tuple[int, ...]
 
@@ -621,8 +617,7 @@ class Sinks(Pattern):
     Query t sees the keys j with j < count or t - window < j <= t. A decoder keeps ``count`` + ``window`` - 1 keys,
     whatever the length, and counts positions inside this cache: a first token has position j, and a query has position
     min(t, count + window - 1) for it. Distances are therefore never larger than in a text of count + window tokens.
-    Texts up to the length of the window are attended to in full. Parts of other patterns see the first tokens by
-    absolute positions.
+    Texts up to the window's length are attended to in full. Parts of other patterns count from the first token.
     """
 
     count: int
@@ -663,8 +658,7 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ``count`` tokens are
-    seen by all and see all."""
+    """Global tokens (Longformer, 2020; Big Bird, 2020): the first ``count`` tokens are seen by all and see all."""
 
     count: int
 
