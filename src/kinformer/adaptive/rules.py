@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -122,7 +121,6 @@ class ExitRuleConfig(Config):
 # docstring of every rule has the formula too, because the formulas of a model are read from its parts' docstrings.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
     """The config of confidence rules; ``thresholds`` has one number, or one for each exit but the last."""
 
@@ -173,7 +171,6 @@ class SoftmaxResponse(ThresholdRule):
     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "softmax_response"
         measure: Literal["difference", "maximum"] = "difference"
@@ -197,7 +194,6 @@ class Saturation(ThresholdRule):
     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "saturation"
 
@@ -216,7 +212,6 @@ class ExitClassifier(ThresholdRule):
     probability, with equal weights for both answers, averaged over the exits but the last. It trains w and b alone.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "classifier"
         learns = True
@@ -264,7 +259,6 @@ class ExitClassifier(ThresholdRule):
 #     correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OracleConfig(ExitRuleConfig):
     """The config of an oracle: ``penalty`` (lambda) is the cost of each further exit, ``alpha`` the weight of the
     rule's loss. The loss begins at the share ``since`` of training; before, exits are trained without it."""
@@ -281,7 +275,6 @@ class OracleConfig(ExitRuleConfig):
             raise KinformerError(f"rule.since is a share of training, 0 to 1, but is {self.since:g}.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenOracleConfig(OracleConfig):
     """The config of an oracle for every token; ``smoothing`` (sigma) is in tokens squared."""
 
@@ -312,7 +305,6 @@ class Multinomial(PredictedExit):
     multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig):
         kind = "multinomial"
 
@@ -337,7 +329,6 @@ class SequenceMultinomial(PredictedExit):
 
     reads_source = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig):
         kind = "sequence_multinomial"
 
@@ -367,7 +358,6 @@ class Geometric(ThresholdRule):
     All exits share w and b, as in the paper, or with ``per_exit`` each exit has separate ones.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig, ThresholdConfig):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)

@@ -15,7 +15,6 @@ costs are costs without early exits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -57,7 +56,6 @@ class ExitStack(Stack):
 
     adaptive = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "exits"
         LEAST = {"samples": 1}

@@ -7,7 +7,6 @@ equal."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
@@ -55,7 +54,6 @@ class MLP(nn.Module):
     With ``slices`` above 1 every slice of a token goes through the same weights, and becomes ``hidden_dim`` wide.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "mlp"
         hidden_dim: int | None = None
@@ -103,7 +101,6 @@ class SwiGLU(nn.Module):
 
     activation: Activation = "silu"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "swiglu"
         hidden_dim: int | None = None
@@ -139,7 +136,6 @@ class SwiGLU(nn.Module):
 class GeGLU(SwiGLU):
     """The feed-forward down(gelu(gate(x)) * up(x)) (Shazeer 2020), whose gate is ``activation``: exact, or by tanh."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SwiGLU.Config):
         kind = "geglu"
         activation: Literal["gelu", "gelu_tanh"] = "gelu"
@@ -153,7 +149,6 @@ class Boom(nn.Module):
     """The feed-forward that sums the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section
     3.3): an MLP whose second product is a fixed sum without weights. ``hidden_dim`` is a multiple of dim."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "boom"
         indivisible = "its second product is a sum of slices as wide as the stream"
@@ -202,7 +197,6 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     gradient holds only the rows that were looked up, and the values have a separate optimiser.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "product_keys"
         indivisible = "every head looks values up in one table"
@@ -449,7 +443,6 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     bias: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "experts"
         LEAST = {"shared_dim": 0, "balance": 0, "bias_rate": 0}

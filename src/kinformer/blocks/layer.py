@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 import torch
@@ -165,7 +164,6 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     feed-forward's residual is ``feed_forward_residual`` (None: as the mixers').
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "decoder"
         mixer: MixerConfig
@@ -267,7 +265,6 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
     none there, as its input has one. ``feed_forward_residual`` is the feed-forward's (None: as the mixer's).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
         kind = "encoder"
         mixer: EncoderMixerConfig
@@ -310,7 +307,6 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
 class BareLayer(ChecksInput, nn.Module):
     """The layer (x [batch, time, dim], text) -> dropout(mixer(x, text))."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
         kind = "bare"
         mixer: EncoderMixerConfig
@@ -330,7 +326,6 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
     """The layer (chunk, state) -> dropout(mixer(chunk)), then the same of any ``further_mixers``, such as
     cross-attention. Its state is the tuple of theirs."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "bare"
         mixer: MixerConfig
@@ -371,7 +366,6 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
 class ParallelLayer(DecoderLayer):
     """The decoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecoderLayer.Config):
         kind = "parallel"
 
@@ -402,7 +396,6 @@ class ParallelLayer(DecoderLayer):
 class ParallelEncoderLayer(EncoderLayer):
     """The encoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayer.Config):
         kind = "parallel"
         residual: ResidualConfig = PreNorm.Config()
@@ -453,7 +446,6 @@ class MacaronLayer(DecoderLayer):
     """The decoder's layer of feed-forward, mixer and feed-forward. ``feed_forward`` describes each of the two: at half
     the usual ``hidden_dim`` the layer has as many weights as the standard one."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecoderLayer.Config):
         kind = "macaron"
 
@@ -480,7 +472,6 @@ class MacaronLayer(DecoderLayer):
 class MacaronEncoderLayer(EncoderLayer):
     """The encoder's layer of feed-forward, mixer and feed-forward; ``feed_forward`` describes each of the two."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayer.Config):
         kind = "macaron"
 
@@ -511,7 +502,6 @@ class MacaronEncoderLayer(EncoderLayer):
 # The paper has neither.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShaRnnConfig(Config):
     """The common fields of the configs of a decoder's and an encoder's layer: everything except the mixers."""
 
@@ -550,7 +540,6 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
     mixer: CausalMixer
     attention: CausalMixer | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, LayerConfig):
         kind = "sha_rnn"
         mixer: MixerConfig
@@ -591,7 +580,6 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
     mixer: EncoderMixer
     attention: EncoderMixer | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, EncoderLayerConfig):
         kind = "sha_rnn"
         mixer: EncoderMixerConfig

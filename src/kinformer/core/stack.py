@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, Unpack
 
 import torch
@@ -91,7 +90,6 @@ class Branch(NamedTuple):
     mixes: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class StackConfig(Config):
     """The config; ``build(layers)`` returns the stack of the built ``layers``.
 
@@ -301,7 +299,6 @@ class EmbeddingConfig(Config):
         return self.builds(self, vocab_size, dim)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
     """The config; ``build()`` returns a whole model: ``input``, ``position``, the ``layers`` and the ``stack`` that
     applies them, and ``head``.

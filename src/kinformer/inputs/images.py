@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any, Literal
 
@@ -49,7 +48,6 @@ class Pixels(Input):
     none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), in any chunk.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "pixels"
         LEAST = {"height": 1, "width": 1, "channels": 1}
@@ -245,7 +243,6 @@ class Patches(Input):
     ``activation``: behind the product.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "patches"
         whole = True
@@ -412,7 +409,6 @@ class Tiles(Input):
     ``frozen``: the encoder is not trained and stays in eval mode.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tiles"
         whole = True

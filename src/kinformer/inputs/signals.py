@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -141,7 +140,6 @@ class Frames(Input):
     With no convolutions a position is one frame, projected.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "frames"
         LEAST = {"mels": 1}
@@ -199,7 +197,6 @@ class Observations(Input):
     """Observations of an agent, one position each: norm(W [o; 1]) of values [batch, time, observation_dim] float. The
     norm makes vectors of one size of observations of any; the 1 beside them preserves how large an observation is."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "observations"
         LEAST = {"observation_dim": 1}
@@ -271,7 +268,6 @@ class Steps(Input):
     first step in the row; rows then hold every position.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "steps"
         LEAST = {"state_dim": 1, "action_dim": 1, "timesteps": 1}

@@ -21,7 +21,6 @@ from kinformer.runtime.errors import KinformerError, plural
 class Lookup(nn.Embedding):
     """The table of one vector per token, wherever it stands."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "lookup"
         by_vocabulary = True
@@ -42,7 +41,6 @@ class Tokens(Input):
     with an ``eos_token``; there may be several.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tokens"
         LEAST = {"vocab_size": 1, "types": 0}
@@ -187,7 +185,6 @@ class AdaptiveEmbedding(nn.Module):
     begin at N(0, 0.01), as the authors'.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "adaptive"
         cutoffs: tuple[int, ...] = (20000, 40000, 200000)
@@ -259,7 +256,6 @@ class GlobalInputConfig(Config):
 class ExtraTokens(GlobalInput):
     """The global input of ``count`` tokens with one learnt vector each (Big Bird's extended construction)."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "extra"
         LEAST = {"count": 1}
@@ -282,7 +278,6 @@ class Sentences(GlobalInput):
     Where the caller gives no sentences, every ``length`` tokens are one.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "sentences"
         length: int = 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -153,7 +152,6 @@ class LSHAttention(CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lsh"
         LEAST = {"rounds": 1, "chunk_size": 1}
@@ -214,7 +212,6 @@ class BidirectionalLSH(EncoderMixer):
     as there are chunks. Sequences of any length are filled up to whole chunks.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lsh"
         LEAST = {"rounds": 1, "chunk_size": 1}
@@ -289,7 +286,6 @@ class RoutingAttention(CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "routing"
         indivisible = "its centroids learn by sums over all processes, which would have other heads"

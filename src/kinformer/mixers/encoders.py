@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import log, log2
 from typing import Literal
 
@@ -74,7 +73,6 @@ class EtcAttention(EncoderMixer):
     relations, 2 k + 4 unless there are to be spare ones.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
         LEAST = {"max_distance": 0}
@@ -213,7 +211,6 @@ class Linformer(Summarising, EncoderMixer):
     ``sharing="keys_values"`` this is the paper's layerwise sharing.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
 
@@ -258,7 +255,6 @@ class StarAttention(EncoderMixer):
     and the last relay is not made.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
         LEAST = {"iterations": 1}
@@ -398,7 +394,6 @@ class BidirectionalLinear(EncoderMixer):
     ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
 
@@ -447,7 +442,6 @@ class WindowAttention(GridOnly, EncoderMixer):
     V2, with keys without bias and with biases by a small network of the distances.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "windows"
         num_heads: int = 4

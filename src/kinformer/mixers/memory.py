@@ -4,7 +4,7 @@ keys and values behind a search (Memorizing), one vector of every token for all 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -121,7 +121,6 @@ class SegmentMemory(RecomputesKV, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "segment_memory"
         by_heads = True
@@ -335,7 +334,6 @@ class Memorizing(HostDriven, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
         LEAST = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
@@ -551,7 +549,6 @@ class LatentAttention(TokenMemory):
     straight from x. ``form``: "auto" takes the one with fewer multiplications.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
         LEAST = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
@@ -709,7 +706,6 @@ class SingleHead(TokenMemory):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "single_head"
         indivisible = "it has one head"

@@ -17,7 +17,6 @@ weights, so this is for short sequences. M is in the state: a generated token co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -146,7 +145,6 @@ class TensorizedAttention(Factors, CausalMixer):
 
     growth = "linear"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
         indivisible = "its factors belong to one product, without heads"
@@ -237,7 +235,6 @@ class BidirectionalTensorized(Factors, EncoderMixer):
     so that M is made once, by time^2 dim rank operations. Padding does not count.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
         max_length: int = 32
@@ -306,7 +303,6 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
         LEAST = {"memory": 0}

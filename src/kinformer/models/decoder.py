@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from kinformer.stacks.sequential import Sequential
 # The base of all models: an input, positions, a stack of layers, a norm and a head.
 
 
-@dataclass(frozen=True, kw_only=True)
 class CommonConfig(ModelConfig):
     """The fields of all models. ``norm`` follows the last layer, ``dropout`` falls on the first layer's input."""
 
@@ -234,7 +232,6 @@ class Decoder(CommonModel):
     to this class in ``adaptive.stack``.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CommonConfig):
         kind = "decoder"
         protocol = CausalModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
@@ -33,7 +32,6 @@ from kinformer.stacks.sequential import Sequential
 # The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReaderConfig(Config):
     """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
 
@@ -191,7 +189,6 @@ class Encoder(Reader, CommonModel):
     the first ``global_tokens`` tokens are global. ``global_input`` puts further global tokens before the caller's.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CommonConfig, ReaderConfig):
         kind = "encoder"
         protocol = WholeModel
@@ -239,7 +236,6 @@ class Encoder(Reader, CommonModel):
 class SourceEncoder(Reader):
     """The encoder of the source: values [batch, length, ...] -> [batch, length, dim], zero where not ``valid``."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ReaderConfig):
         """The config; ``input`` None shares the decoder's input. ``dropout`` acts on the first layer's input."""
 
@@ -274,7 +270,6 @@ class SourceEncoder(Reader):
 class EncoderDecoder(Decoder):
     """A :class:`Decoder` whose new sequences begin over a source; its config has ``encoder`` too."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(Decoder.Config):
         kind = "encoder_decoder"
         protocol = SourceModel

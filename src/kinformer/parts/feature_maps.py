@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,7 +22,6 @@ class Identity(FeatureMap):
 
     signed = negative = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "identity"
 
@@ -37,7 +35,6 @@ class Identity(FeatureMap):
 class Elu(FeatureMap):
     """The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "elu"
 
@@ -51,7 +48,6 @@ class Elu(FeatureMap):
 class Relu(FeatureMap):
     """ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "relu"
 
@@ -71,7 +67,6 @@ class Dpfp(FeatureMap):
     one) with r_(j-i): a permutation of the same features.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "dpfp"
         nu: int = 1
@@ -103,7 +98,6 @@ class Quadratic(FeatureMap):
 
     negative = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"
         LEAST = {"c": 0}  # its root is a feature
@@ -158,7 +152,6 @@ class Unit(Nested):
     phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi of ``inner``.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "unit"
         inner: FeatureMapConfig = Identity.Config()
@@ -185,7 +178,6 @@ class SumNormalised(Nested):
     ``eps`` guards tokens whose features all vanish (the authors' code had none at first, then 1e-5).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "sum_normalised"
         inner: FeatureMapConfig = Dpfp.Config()
@@ -256,7 +248,6 @@ class Favor(FeatureMap, Resampled):
 
     weight: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "favor"
         features: int | None = None
@@ -330,7 +321,6 @@ class RandomFourier(FeatureMap, Resampled):
 
     weight: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "random_fourier"
         features: int | None = None
@@ -382,7 +372,6 @@ class RandomFourier(FeatureMap, Resampled):
 # Kernel attention to all tokens of a sequence at once: a quotient of two sums.
 
 
-@dataclass(frozen=True, kw_only=True)
 class QuotientConfig(Config):
     """The fields of a mixer that attends to all tokens at once by features.
 

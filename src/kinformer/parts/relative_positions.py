@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -52,7 +51,6 @@ class Rope(Position):
     Angles are computed in float64, and rotations in the activations' dtype.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
@@ -203,7 +201,6 @@ class Alibi(FollowsHeads, Position):
     between the two is intended. Biases are in float64, on both sides of a query.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "alibi"
 
@@ -240,7 +237,6 @@ class T5(Position):
     query; otherwise these keys share the first bucket.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "t5"
         num_buckets: int = 32
@@ -310,7 +306,6 @@ class DistanceKeys(Position):
 
     one_sided = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "distance_keys"
         bounded_by_training = True
@@ -346,7 +341,6 @@ class Shaw(Position):
     head_dim], whose row r + k belongs to r.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "shaw"
         LEAST = {"max_distance": 1}
@@ -399,7 +393,6 @@ class TransformerXL(Position):
     per layer. Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "xl"
         LEAST = {"clamp": 1}
@@ -503,7 +496,6 @@ class DistanceAware(Position):
     is spread over the heads from -spread to spread, and v is 0.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "distance_aware"
         spread: float = 0.1

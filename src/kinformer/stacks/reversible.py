@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -278,7 +277,6 @@ class Reversible(Stack):
 
     shardable = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "reversible"
         join: Literal["concatenate", "mean"] = "concatenate"

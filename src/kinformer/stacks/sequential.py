@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ class Sequential(Stack):
 
     opens_values = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "sequential"
 
@@ -48,7 +46,6 @@ class Stages(GridOnly, Stack):
     sides is padded with zeros.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "stages"
         depths: tuple[int, ...] = (2, 2)
@@ -163,11 +160,10 @@ class HaltingState(NamedTuple):
 
 
 class HaltingConfig(Config):
-    """The config of halting; ``build(dim)`` returns a module that decides after every step which tokens continue."""
+    """The config of halting, with fields ``weight`` and ``halted``; ``build(dim)`` returns a module that decides after
+    every step which tokens continue."""
 
     slot = "halting"
-    weight: float
-    halted: str
 
     def build(self, dim: int) -> ACT:
         return self.builds(self, dim)
@@ -199,7 +195,6 @@ class ACT(nn.Module):
     ``weight`` is the weight of the ponder cost in the loss.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HaltingConfig):
         kind = "act"
         LEAST = {"weight": 0}
@@ -257,7 +252,6 @@ class PonderState(NamedTuple):
 class Universal(Stack):
     """The universal stack: ``layers`` in order, ``steps`` times."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "universal"
         LEAST = {"steps": 1}
@@ -354,8 +348,7 @@ class Universal(Stack):
         return progress.out.to(x.dtype), tuple(tapped), costs
 
     @property
-    def _halting(self) -> HaltingConfig:
-        assert self.config.halting is not None
+    def _halting(self) -> Any:
         return self.config.halting
 
     def _output_mask(self, progress: HaltingState) -> Tensor | None:

@@ -83,7 +83,6 @@ class ChosenBlocks(Pattern):
 class Full(Band):
     """The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "full"
 
@@ -94,7 +93,6 @@ class Full(Band):
 class Causal(Band):
     """The causal pattern: every token sees itself and all earlier tokens, the pairs with 0 <= q - k."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "causal"
 
@@ -138,7 +136,6 @@ class PerHead(Pattern):
 
     patterns: tuple[Pattern, ...]
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "per_head"
         patterns: tuple[PatternConfig, ...]
@@ -201,7 +198,6 @@ def _farthest(bounds: list[int | None]) -> int | None:
     return max(finite_bounds) if len(finite_bounds) == len(bounds) else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Window(PatternConfig):
     """Sliding window on both sides (Beltagy et al. 2020, Longformer, section 3.1), with gaps where dilated.
 
@@ -236,7 +232,6 @@ class Local(Band):
     """The local window: every token sees itself, the ``window - 1`` tokens before it and the ``ahead`` tokens after it,
     the pairs with -ahead <= q - k < window. With ``ahead = 0`` a decoder stores window - 1 past tokens."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
         LEAST = {"window": 1, "ahead": 0}
@@ -253,7 +248,6 @@ class Columns(Comb):
     With the positions in rows of ``stride``, these are the column above a token.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "columns"
         LEAST = {"stride": 1}
@@ -263,7 +257,6 @@ class Columns(Comb):
             return Columns(stride=self.stride)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Strided(PatternConfig):
     """Strided attention of the Sparse Transformer (Child et al. 2019, section 4.3): a window and the columns.
 
@@ -291,7 +284,6 @@ class Blocks(Pattern):
     back: int = 0
     front: int = 0
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -334,7 +326,6 @@ class Summaries(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: the last ``summary`` keys of every ``segment``, or with ``skip`` the ``summary`` keys that end
         this many slices before.
@@ -378,7 +369,6 @@ class Summaries(Pattern):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fixed(PatternConfig):
     """Fixed attention of the Sparse Transformer (Child et al. 2019, section 4.3): a segment, and summaries of all.
 
@@ -430,7 +420,6 @@ class Dilated(Comb):
     The pairs with q - k = d * dilation for -ahead <= d < window: the token and every ``dilation``-th before it.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``window`` and ``ahead`` count keys; ``dilations``: one per head, instead of ``dilation``."""
 
@@ -478,7 +467,6 @@ class Blockwise(ChosenBlocks):
     block: int
     permutation: tuple[int, ...]
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``permutations`` are one per head (a single one holds for all heads); the paper's are shifts, as
         (1, 2, 0).
@@ -543,7 +531,6 @@ class Documents(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config, for boundaries that are equal in all rows (a chunk's ``reset`` marks boundaries of single rows).
         The pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
@@ -584,7 +571,6 @@ class Segments(Pattern):
     memory: int
     same_segment: bool = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "segments"
         LEAST = {"segment": 1, "memory": 0}
@@ -623,7 +609,6 @@ class Sinks(Pattern):
     count: int
     window: int
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; ``window`` counts the token itself."""
 
@@ -664,7 +649,6 @@ class GlobalTokens(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -707,7 +691,6 @@ def _within(pattern: Pattern, window: int) -> Pattern:
 # Patterns of patterns, so that any expression of ``|``, ``&`` and ``~`` can be written as data.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Union(PatternConfig):
     """The pairs that at least one of ``patterns`` allows."""
 
@@ -721,7 +704,6 @@ class Union(PatternConfig):
         return reduce(or_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Intersection(PatternConfig):
     """The pairs that all of ``patterns`` allow."""
 
@@ -735,7 +717,6 @@ class Intersection(PatternConfig):
         return reduce(and_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Complement(PatternConfig):
     """The pairs that ``pattern`` does not allow; a decoder takes it in an ``intersection`` with ``causal``."""
 
