@@ -275,8 +275,7 @@ class SourceMean(NamedTuple):
 
 
 class ExitInputs(NamedTuple):
-    """The head inputs of a model with separate heads: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time]
-    int64, the number of the exit that each token left by."""
+    """The inputs of separate heads: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time] int64, the exits."""
 
     hidden_states: Tensor
     by: Tensor

@@ -323,8 +323,7 @@ class BareLayer(ChecksInput, nn.Module):
 
 
 class BareDecoderLayer(ChecksChunk, nn.Module):
-    """The layer (chunk, state) -> dropout(mixer(chunk)), then the same of any ``further_mixers``, such as
-    cross-attention. Its state is the tuple of theirs."""
+    """The layer (chunk, state) -> dropout(mixer(chunk)), then any ``further_mixers`` alike; its state is theirs."""
 
     class Config(LayerConfig):
         kind = "bare"

@@ -1,5 +1,4 @@
-"""The states of softmax attention: the cache of keys and values, the additions of projections, patterns and spans to
-it, and the functions that join a chunk to the past."""
+"""The states of softmax attention: the cache, its additions, and the functions that join a chunk to the past."""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ class Crossing:
         raise NotImplementedError
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
-        """Return the ``slots`` [batch, heads, count, width] of the last stretch, where they are wanted; ``count`` is
-        their number there, None if all stretches have as many."""
+        """Return the last stretch's ``slots`` [batch, heads, count, width]; ``count`` None: as many as here."""
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:

@@ -194,12 +194,10 @@ class SourceMixer(ReadsSource, CausalMixer):
     crossing: Crossing | None = None
 
     def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> State:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim]; ``source_valid``
-        [batch, length] bool marks its real tokens (None: all)."""
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim] (``source_valid``)."""
         source, valid = checked_source(options.get("source"), options.get("source_valid"), batch, self.source_dim)
         return self.over(source, valid, options.get("device"), options.get("dtype"))
 
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> State:
-        """Return the state over ``source`` [batch, length, source_dim], zero where ``valid`` [batch, length] bool is
-        False, in ``dtype`` (None: the dtype of activations)."""
+        """Return the state over ``source`` [batch, length, source_dim], zero where not ``valid``, in ``dtype``."""
         raise NotImplementedError

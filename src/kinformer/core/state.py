@@ -203,8 +203,7 @@ def repeat_rows(state: State, times: int, sources: bool = True) -> State:
 
 
 def join_rows(states: list[State]) -> State:
-    """Return one state with the rows of ``states``, in order. Slots are padded on the left to the longest; derived
-    leaves are empty if one of ``states`` lacks them."""
+    """Return one state with the rows of ``states``, padded on the left; derived leaves are empty if one lacks them."""
     first = states[0]
     if any(isinstance(state, ReservedState) for state in states):
         raise KinformerError(

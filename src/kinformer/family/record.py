@@ -307,8 +307,7 @@ def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
 
 
 def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
-    """Set the vocabulary of an input of tokens, and the special tokens at its end. ``shared``: the encoder of an
-    encoder-decoder reads by the input of the decoder."""
+    """Set the vocabulary of an input of tokens and its last special tokens; ``shared``: also an encoder's input."""
     read = part(data["input"]) if isinstance(data["input"], str) else data["input"]
     if read["kind"] != "tokens":
         return

@@ -199,8 +199,7 @@ def _areas(height: int, width: int, block: tuple[int, int], flange: tuple[int, i
 
 
 def _pixels(height: int = 32, width: int = 32, block: tuple[int, int] | None = None, **more: object) -> dict[str, Any]:
-    """Return an input of a table of values for each channel, times the root of the width, and timing signals of rows
-    and columns; every block of two dimensions restarts."""
+    """Return an input of a table per channel, with signals of rows and columns; blocks of two dimensions restart."""
     blocks = {} if block is None else {"block_height": block[0], "block_width": block[1], "restart": True}
     image = {"height": height, "width": width, "channels": 3}
     return part("pixels", per_channel=True, scale=True, places="sinusoid_2d", **image, **blocks, **more)
@@ -213,8 +212,7 @@ def _colours(dim: int, depth: int, num_heads: int, blocks: Settings, **pixels: A
 
 
 def _enlarging(dim: int, depth: int, num_heads: int, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
-    """Return the recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
-    attention of both is local, in blocks of one dimension."""
+    """Return the recipe of an encoder-decoder that enlarges images of ``source`` to ``size`` pixels a side."""
     small = _pixels(source, source, shifted=False)
     encoder = {**_blocks(block, masked=False)["mixer"], "kind": "bidirectional"}
     return _colours(dim, depth, num_heads, _blocks(block), height=size, width=size).but(

@@ -183,8 +183,7 @@ class Texts(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A prefix: its ``state``, of one row; the ``total`` log-probability of its symbols; the log-probabilities of every
-    symbol ``after`` it, and of the end of the text last."""
+    """A prefix: its ``state``, its ``total``, log-probabilities of all symbols ``after`` it, the end last."""
 
     state: State
     total: float

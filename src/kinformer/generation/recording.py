@@ -161,8 +161,7 @@ class Tape(TorchDispatchMode):
 
 
 class _Operator(NamedTuple):
-    """The facts of an operator: whether the host may read its result, for a composite operator the function that calls
-    its operators, and each parameter's name and default."""
+    """An operator: whether the host may read its result, the function of its parts, and its parameters."""
 
     reads: bool
     parts: Callable[..., object] | None

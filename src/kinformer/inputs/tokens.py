@@ -116,8 +116,7 @@ class Tokens(Input):
 
 
 class Tables(NamedTuple):
-    """The tables that a tied adaptive head shares in place of one weight: of each cluster the table [size, width] and
-    the projection [dim, width], None where there is none."""
+    """The tables of a tied adaptive head: of each cluster the table [size, width] and a projection [dim, width]."""
 
     tables: tuple[Tensor, ...]
     projections: tuple[Tensor | None, ...]

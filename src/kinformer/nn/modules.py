@@ -451,7 +451,10 @@ class LayerRecord:
 
 
 def layers() -> list[LayerRecord]:
-    """Return the records of all names that :func:`layer` takes: the members, then mixers of other names."""
+    """Return the records of all names that :func:`layer` takes: the members, then mixers of other names.
+
+    ``print(record)`` shows the settings and their defaults.
+    """
     members = [member(name) for name in FAMILY]
     records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
     table, names = kinds(), {record.name for record in records}
@@ -474,8 +477,29 @@ def layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: object,
-) -> CausalLayer | Any:
-    """Return one layer of a member as a module; see :func:`kinformer.layer`."""
+) -> CausalLayer | Any:  # a BidirectionalLayer by the name of an encoder; type checkers then require no check
+    """Build one layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
+
+        layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)
+        y = layer(x)                                             # a full sequence
+        y, state = layer(x, state=None, return_state=True)       # any chunk; see ``kinformer.nn.CausalLayer``
+
+    name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
+    dim: the width.
+    whole: build the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    causal: False for the bidirectional form, which reads whole sequences, where the mechanism has one.
+    recipe: the recipe of the member for missing settings. If its number of heads does not divide dim, the next smaller
+        divisor is taken.
+    settings: settings of the mixer and of the parts inside by name, such as ``num_heads``, ``window``, ``num_kv_heads``
+        and ``features``; with ``whole`` also the layer's. A part may be a name (``position="rope"``), a mapping
+        (``pattern={"kind": "local", "window": 64}``) or a config.
+    set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
+    device, dtype: the device and type of the weights, which PyTorch's global generator initialises.
+
+    Positions that a member adds to its tokens, outside attention, are not part of a layer.
+
+    Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
+    """
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
     config = layer_config(name, dim, whole=whole, causal=causal, recipe=recipe, set=set, **settings)
@@ -496,7 +520,7 @@ def layer_config(
 ) -> LayerConfig | EncoderLayerConfig | MixerConfig | EncoderMixerConfig:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
     if isinstance(settings.get("block"), bool):  # the former name of `whole`; mixers have a setting `block`, a number
-        warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=4)
+        warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=3)
         whole = bool(settings.pop("block"))
     if not isinstance(whole, bool):
         raise KinformerError(f"whole is {whole!r}, but must be True for a whole layer, or False for its mixer.")

@@ -80,8 +80,7 @@ def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
 
 
 def constant(function: F) -> F:
-    """Mark a function as ``torch.compiler.assume_constant_result`` does: the function is called while a graph is
-    captured, and its result is a constant of the graph."""
+    """Mark a function as ``torch.compiler.assume_constant_result`` does: its result is a constant of a graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -242,8 +241,7 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
-    """Skip a model's checks of its arguments within the context: they come from the model itself, such as a token drawn
-    from its logits, and the state that it returned."""
+    """Skip a model's checks of its arguments within the context, where they come from the model itself."""
     before = _trusted.set(True)
     try:
         yield
@@ -292,8 +290,7 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def replicated(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return the full ``value``, which all processes have, as an operand for tensors sharded like ``parameter``;
-    ``value`` itself if ``parameter`` is not sharded."""
+    """Return the full ``value``, which all processes have, as an operand for tensors sharded like ``parameter``."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate

@@ -103,8 +103,7 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
 
 
 def absolute(path: str | Path) -> Path:
-    """Return the absolute path of a file or folder, which need not exist; ``~`` is the user's own folder. A link to
-    itself is returned as it is, where ``Path.resolve`` raises."""
+    """Return the absolute path of a file or folder, which need not exist; a link to itself stays unresolved."""
     return Path(os.path.realpath(Path(path).expanduser()))
 
 

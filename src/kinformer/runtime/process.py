@@ -48,8 +48,7 @@ def has_amx() -> bool:
 
 
 def emulates_bfloat16() -> bool:
-    """Return whether this is an x86 processor without bfloat16 products, which are then several times slower than
-    float32 products; False if that cannot be determined."""
+    """Return whether this x86 processor lacks bfloat16 products, which are then several times slower; else False."""
     flags = processor() or ""
     return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
 

@@ -300,8 +300,7 @@ def dtype(subject: EncoderSubject) -> None:
 
 
 def half_precision(subject: EncoderSubject) -> None:
-    """Check that large tokens, a token of zeros and padding give finite outputs in half precision, near the outputs in
-    float32 with the same rounded weights and inputs."""
+    """Check that large tokens, zeros and padding give finite outputs in half precision, near the float32 outputs."""
     with torch.no_grad():
         for case in subject.cases():
             inputs = LARGE * case.inputs

@@ -105,8 +105,7 @@ class Report:
 
 
 def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
-    """Run every check in order. A check is not run if a check that it needs failed or was not run. A skipped need
-    counts as met, so that a skip does not hide other checks."""
+    """Run every check in order, unless a check that it needs failed or was not run; a skipped need counts as met."""
     report = Report(skipped=_reasons(skip or {}, checks))
     for name, check in checks.items():
         if name in report.skipped:

@@ -262,8 +262,7 @@ def summarise_delta(
 def delta_across(
     tokens: DeltaTokens, state: Tensor, impl: LinearImpl, crossing: Crossing | None
 ) -> tuple[Tensor, Tensor]:
-    """Absorb a chunk as ``delta_rule`` does or, with k [batch, heads, time, steps, features], ``delta_steps``; it is
-    one stretch of the row where there is a ``crossing``."""
+    """Absorb a chunk as ``delta_rule`` or, with steps in k, ``delta_steps``; ``crossing``: a stretch of the row."""
     after = None
     if crossing is not None:
         _, k, v, beta, erase, log_decay, reset, early = one_by_one(tokens) if tokens.k.dim() == 5 else tokens

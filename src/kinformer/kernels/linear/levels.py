@@ -78,8 +78,7 @@ def leveled_attention(
 
 
 class _Laid(torch.autograd.Function):
-    """The identity, with a gradient in the memory layout of its input: in a graph of ``torch.compile``, the backward of
-    softplus (which computes decays) requires this layout."""
+    """The identity, whose gradient has the layout of its input, as softplus in a graph of ``torch.compile`` needs."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
