@@ -46,11 +46,11 @@ class _Typed(type):
         if not any(isinstance(base, _Typed) for base in bases):
             return
         dataclasses.dataclass(frozen=True, kw_only=True)(typing.cast(type, cls))
-        # Behind the decorator, which a class may also have, ``Config`` alone refuses assignments.
+        # A class may have the decorator as well, which adds these methods itself and raises if it finds them.
         del cls.__setattr__, cls.__delattr__
         for field in dataclasses.fields(typing.cast(Any, cls)):
             if field.name in namespace and field.default_factory is not dataclasses.MISSING:
-                setattr(cls, field.name, field)
+                setattr(cls, field.name, field)  # the decorator reads defaults from the class
 
     def __set_name__(cls, owner: type, name: str) -> None:
         """Take note of the class ``owner`` in which the config class is written."""
