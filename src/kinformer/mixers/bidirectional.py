@@ -11,6 +11,7 @@ to its pairs; the global keys, few columns, merged with the pattern by log-sum-e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -66,6 +67,7 @@ class BidirectionalAttention(EncoderMixer):
     Shaw's, count them as farthest). A pair that the pattern allows anyway counts once.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "bidirectional"
         by_heads = True
@@ -198,7 +200,8 @@ class BidirectionalAttention(EncoderMixer):
         return Scoring.of(self.score, relative, AttentionDropout.drawn(self.dropout, self.training))
 
     def _columns(self, qkv: Sequence[Tensor], positions: Tensor, groups: dict[Pattern, list[int]]) -> Attended:
-        """Return attention of the long input to global tokens at ``positions`` [batch, n] outside of the pattern."""
+        """Return attention of the long input's tokens to its global tokens at ``positions`` [batch, n], except for
+        pairs that the pattern allows."""
         q, k, v = qkv
         unseen = (positions >= 0)[:, None, None].expand(-1, self.pattern.num_heads or 1, q.shape[2], -1)
         unseen = unseen.clone() if len(groups) > 1 else unseen

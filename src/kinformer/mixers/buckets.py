@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -147,11 +148,13 @@ class LSHAttention(CausalMixer):
     not depend on the cut of a sequence. The published form, which sorts full sequences, is the encoder mixer ``lsh``.
 
     ``head_dim`` defaults to dim / num_heads. ``num_buckets`` of a round is even, or 1 for none. A chunk is
-    ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The drawn rotations are saved.
+    ``chunk_size`` tokens of a bucket; a token sees its own and the one before. The rotations are drawn with the weights
+    and saved with them.
     """
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lsh"
         LEAST = {"rounds": 1, "chunk_size": 1}
@@ -212,6 +215,7 @@ class BidirectionalLSH(EncoderMixer):
     as there are chunks. Sequences of any length are filled up to whole chunks.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lsh"
         LEAST = {"rounds": 1, "chunk_size": 1}
@@ -286,6 +290,7 @@ class RoutingAttention(CausalMixer):
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "routing"
         indivisible = "its centroids learn by sums over all processes, which would have other heads"

@@ -18,6 +18,7 @@ importance of the summaries that share tokens with it (NSA, equation 9).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ from kinformer.runtime.compiling import HostDriven
 
 class ChosenState(NamedTuple):
     """The state: the cache ``attention`` of keys and values, and ``means`` [batch, kv_heads, blocks, width] of the
-    complete blocks' keys, with ``compression`` also of their values behind them (or its summaries); right-aligned."""
+    complete blocks' keys, with ``compression`` also of their values behind them (or its summaries); right-aligned, zero
+    where a row has none."""
 
     attention: KeysValues | ReservedKeysValues
     means: Tensor
@@ -75,6 +77,7 @@ class ChosenBlocks(HostDriven, CausalMixer):
 
     growth = "linear"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "chosen_blocks"
         by_heads = True

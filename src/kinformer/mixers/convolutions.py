@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
     there are zeros. ``expansion``: the width of the convolved vectors in widths of a token.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "separable_convolution"
         LEAST = {"expansion": 1}
@@ -66,6 +68,7 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 # The separable convolution in place of the feed-forward of a Universal Transformer.
 
 
+@dataclass(frozen=True, kw_only=True)
 class SeparableTransition(FeedForwardConfig):
     """The separable convolution between steps of a Universal Transformer, for its feed-forward (Dehghani et al. 2019,
     section 2.1; Chollet 2017; as in tensor2tensor).
@@ -95,7 +98,8 @@ class SeparableTransition(FeedForwardConfig):
 
 
 class _Weights(nn.Module):
-    """The weights: the convolutions ``first`` and ``second`` of every channel, and the products ``up`` and ``down``."""
+    """The weights: ``first`` and ``second`` are the convolutions of every channel, ``up``
+    and ``down`` the products after them."""
 
     def __init__(self, config: SeparableTransition, dim: int) -> None:
         super().__init__()
@@ -165,6 +169,7 @@ SHIFT = 0.0625
 """How mu begins: 1 - (channel / dim)^p, as in a middle layer of the authors' models."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ChannelMix(FeedForwardConfig):
     """RWKV's channel mixing: a feed-forward with squared ReLU after a token shift (Peng et al. 2025, RWKV-7, section
     4), for decoders.

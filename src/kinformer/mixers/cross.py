@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class CrossState(NamedTuple):
     outlives_reset = True  # type: ignore[misc]
 
     def last(self, rows: int) -> Tensor:
-        """Return the slot of the source's last real token for ``rows`` rows, [rows] int64, 0 where none is real."""
+        """Return the slot of the last real token of the source for each of ``rows`` rows, [rows] int64, 0 for a source
+        without real tokens."""
         valid = self.valid[:, 0]
         slots = torch.arange(valid.shape[1], device=valid.device).where(valid, 0)
         return slots.amax(-1).repeat_interleave(rows // len(valid))
@@ -84,6 +86,7 @@ class CrossAttention(SourceMixer):
     With a ``position`` the state also counts tokens.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "cross"
         by_heads = True
@@ -181,6 +184,7 @@ class LinearCrossAttention(SourceMixer):
     ``floor``: the least value of the normaliser. A row whose source is all padding gets the output projection's bias.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, MixerConfig):
         kind = "cross_linear"
         indivisible = "it projects the source before its forward pass"
@@ -243,7 +247,8 @@ class LinformerCrossAttention(Summarising, SourceMixer):
         y_t = softmax_r(q_t . K'_r / sqrt(head_dim)) V'_r,   r = 1 .. k,   K' = (E S) W_K + b_K,   V' = (F S) W_V + b_V
 
     S is the source and q_t = W_q x_t (``query``). E and F project its length as in an encoder's ``linformer``. The
-    source is summed up once, when a state is begun: a step then costs k products for a source of any length.
+    source is summed up once, when a state is begun: a step then costs k products for a source of any length, as does
+    the state.
 
     Every token sees all summaries of its row's source, which has at most ``max_length`` tokens. ``source_dim`` is the
     width of the source, ``dim`` if None. ``rank``: the paper's k, for a source of ``max_length`` tokens; a shorter one
@@ -251,6 +256,7 @@ class LinformerCrossAttention(Summarising, SourceMixer):
     new sequence over the same source. A row whose source is all padding gets the output projection's bias.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, MixerConfig):
         kind = "cross_linformer"
         indivisible = "it projects the source before its forward pass"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import log, log2
 from typing import Literal
 
@@ -73,6 +74,7 @@ class EtcAttention(EncoderMixer):
     relations, 2 k + 4 unless there are to be spare ones.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
         LEAST = {"max_distance": 0}
@@ -189,7 +191,8 @@ class EtcAttention(EncoderMixer):
 
 
 def _in_sentence(text: SequenceContext) -> Tensor | None:
-    """Return whether the global token stands for the token's sentence, [batch, time, num_global] bool, or None."""
+    """Return whether the global token stands for the sentence of the long input's token,
+    [batch, time, num_global] bool, or None."""
     if text.sentences is None:
         return None
     stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]
@@ -211,6 +214,7 @@ class Linformer(Summarising, EncoderMixer):
     ``sharing="keys_values"`` this is the paper's layerwise sharing.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
 
@@ -247,7 +251,8 @@ class StarAttention(EncoderMixer):
 
     ``iterations`` times, from H = E, the inputs, and s = their mean. A token sees five vectors and the relay all, so
     that the cost is linear in the length, and any two tokens are two steps apart. Relay and inputs are needed by every
-    update and by nothing else, so all updates are one mixer. It adds no residual: the layer is ``bare``.
+    update and by nothing else, so all updates are one mixer. The mixer adds no residual: the published model is one
+    layer, ``bare``.
 
     ``head_dim`` defaults to dim / num_heads. ``ends``: the first and the last token are neighbours (``ring``), or, as
     in the authors' code, have a key and a value of zeros beyond them. ``tied``: one set of weights for all updates.
@@ -255,6 +260,7 @@ class StarAttention(EncoderMixer):
     and the last relay is not made.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
         LEAST = {"iterations": 1}
@@ -296,7 +302,8 @@ class StarAttention(EncoderMixer):
         return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
 
     def star(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return tokens [batch, time, dim], zero where not ``valid``, and the relay [batch, 1, dim], after updates."""
+        """Return tokens [batch, time, dim], zero where not ``valid``, and the
+        relay [batch, 1, dim], after all updates."""
         e = h = select_valid(x, valid)
         count: int | Tensor = x.shape[1]
         if valid is not None:
@@ -394,6 +401,7 @@ class BidirectionalLinear(EncoderMixer):
     ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
 
@@ -442,6 +450,7 @@ class WindowAttention(GridOnly, EncoderMixer):
     V2, with keys without bias and with biases by a small network of the distances.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "windows"
         num_heads: int = 4
@@ -553,7 +562,8 @@ def joined(windows: Tensor, side: int, grid: tuple[int, ...]) -> Tensor:
 
 
 def apart(grid: tuple[int, ...], side: int, shift: int, device: torch.device) -> Tensor | None:
-    """Return which pairs of a shifted window are neighbours, [windows, 1, side^2, side^2] bool; None if unshifted."""
+    """Return which pairs of patches of a shifted window are neighbours, [windows, 1,
+    side^2, side^2] bool; None if unshifted."""
     if not shift:
         return None
     places = [torch.arange(n, device=device) for n in grid]

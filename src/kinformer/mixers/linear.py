@@ -21,6 +21,7 @@ a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config ha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -237,6 +238,7 @@ class LinearAttention(Crosses, CausalMixer):
     of a rule with beta q, k, v, beta of each key head. ``iterations`` by which mesa solves.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "linear"
         LEAST = {"iterations": 1}

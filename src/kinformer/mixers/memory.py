@@ -4,7 +4,7 @@ keys and values behind a search (Memorizing), one vector of every token for all 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -97,7 +97,8 @@ class SegmentState(NamedTuple):
     derived = {"k": "hidden_states", "v": "hidden_states"}  # type: ignore[misc]
 
     def reserve(self, length: int) -> SegmentState | ReservedSlots:
-        """Return a single-owner state with room for ``length`` more tokens; a state with gradients stays a value."""
+        """Return a single-owner state with room for ``length`` more tokens; a
+        state made with gradients stays a value."""
         return ReservedSlots.of(self, length) if self.k.shape[2] == self.hidden_states.shape[2] else self
 
 
@@ -121,6 +122,7 @@ class SegmentMemory(RecomputesKV, CausalMixer):
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "segment_memory"
         by_heads = True
@@ -290,7 +292,8 @@ def _before(seen: Tensor, slots: int) -> Tensor:
 
 
 def _cut(slots: Tensor, live: Tensor, limit: int) -> Tensor:
-    """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of a row, at most ``limit``."""
+    """Return ``slots`` [batch, 1, past, dim] with a graph to the last ``live`` [batch] of each row alone; ``live`` is
+    at most ``limit``."""
     old, new = slots[:, :, : slots.shape[2] - limit].detach(), slots[:, :, slots.shape[2] - limit :]
     age = torch.arange(limit, 0, -1, device=live.device)
     inside = (age <= live[:, None])[:, None, :, None]
@@ -315,7 +318,8 @@ _BLOCKS = 16
 
 class MemorizingState(NamedTuple):
     """The state: ``k``, ``v`` [batch, heads, memories, head_dim] of evicted tokens, right-aligned and without a graph,
-    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window with a graph."""
+    up to the last multiple of the mixer's ``batch_of``; ``recent`` holds later tokens and the window, with their
+    graph."""
 
     recent: KeysValues | ReservedKeysValues
     k: Tensor
@@ -329,11 +333,13 @@ class Memorizing(HostDriven, CausalMixer):
 
     ``search``: how memories are searched, see ``kernels.lookup``; "bucketed" is the authors'. ``sees_itself``: whether
     a token is in its own window (in the authors' code it is not). ``memory_size`` = 0 leaves the window alone; it, the
-    search and ``topk`` change no weights. Graphs leave the look-up out, since it needs positions on the host.
+    search and ``topk`` change no weights. ``torch.compile`` leaves the look-up outside of the graph, since it needs
+    positions on the host.
     """
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
         LEAST = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
@@ -450,7 +456,8 @@ class Memorizing(HostDriven, CausalMixer):
         return attention(self._scaled(q), k, v, visibility, scoring, impl=self.config.impl).out
 
     def _mix(self, local: Tensor, external: Tensor | None) -> Tensor:
-        """Join both parts by the gate and project them; without memories (``external`` None) the local part alone."""
+        """Join both parts by the gate and project them; ``external`` None: the mixer has no memories, and the local
+        part has the whole weight."""
         gate = self.gate.sigmoid()[:, None, None].to(local.dtype)
         # (1 - g) local + g external; 0 * gate gives engines a gradient of every parameter.
         y = local + 0.0 * gate if external is None else torch.lerp(local, external.to(local.dtype), gate)
@@ -549,6 +556,7 @@ class LatentAttention(TokenMemory):
     straight from x. ``form``: "auto" takes the one with fewer multiplications.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
         LEAST = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
@@ -698,7 +706,8 @@ class SingleHead(TokenMemory):
 
     norm, norm' and norm'' are ``input_norm``, ``memory_norm`` and ``query_norm``; W is ``query``, W' and b' are
     ``value``, c ``content`` and f ``strength``. Gates are vectors that no input changes, so they are taken out of
-    the sums: only m is remembered, once. The sum with h is the paper's residual, normed before the sum.
+    the sums: only m is remembered, once. The sum with h is the residual one of the paper, whose stream is normed
+    before the sum.
 
     The mixer x [batch, time, dim] -> y [batch, time, dim], the residual sum included; a query sees ``memory``
     tokens, its own being the last. ``dropout`` falls on the output of attention.
@@ -706,6 +715,7 @@ class SingleHead(TokenMemory):
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "single_head"
         indivisible = "it has one head"

@@ -21,6 +21,7 @@ so that keys before the block cost three products with N, where plain attention 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -145,6 +146,7 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
 
     crosses = False
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "path"
         by_heads = True
@@ -223,7 +225,8 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
         return select_valid(y, chunk.valid), PathState(cache, recent)
 
     def _directions(self, x: Tensor, recent: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return the unit vectors w of a chunk [batch, kv_heads, time, head_dim], and projections for later tokens."""
+        """Return the unit vectors w of a chunk [batch, kv_heads, time, head_dim], and the projections that later tokens
+        need."""
         w = self.directions(x).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
         if self.convolution is not None:
             w, recent = self.convolution(w, recent, chunk.valid, real_resets(chunk))

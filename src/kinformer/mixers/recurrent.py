@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -56,6 +57,7 @@ class LSTM(CausalMixer):
     at least, whatever its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lstm"
         indivisible = "every unit reads all units of the token before"
@@ -97,6 +99,7 @@ class BidirectionalLSTM(EncoderMixer):
     the stream, whose width is even. Both are computed in float32 at least.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lstm"
         impl: LstmImpl = "auto"
@@ -162,11 +165,13 @@ class OuterProduct(CausalMixer):
     With sigma the identity this is kernel attention (the mixer ``linear`` with the features ``identity``, without a
     normaliser), whose chunks are computed at once. Any other sigma makes S_t depend on S_(t-1) alone, token by
     token, as an LSTM's state does: the products of a block are made at once, and the activation is taken ``time``
-    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant.
+    times. Training keeps S_t of every token, heads * head_dim^2 numbers. The state is constant. ``head_dim`` defaults
+    to dim / num_heads.
     """
 
     growth = "constant"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "outer_product"
         by_heads = True
@@ -236,7 +241,8 @@ class TimeMixState(NamedTuple):
 
 
 class FirstLayerValues(SharesValues, nn.Module):
-    """The mixing of v [batch, heads, time, head_dim] with the first layer's, by gates of ``rank`` features of x'."""
+    """The mixing of v [batch, heads, time, head_dim] with the first layer's, by gates of x' through ``rank``
+    features."""
 
     def __init__(self, dim: int, rank: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -267,6 +273,7 @@ class RWKV7(Crosses, CausalMixer):
     The state is constant. The ranks belong to W_w1, W_a1, W_g1 and W_v1.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "rwkv7"
         LEAST = {"decay_rank": 1, "rate_rank": 1, "gate_rank": 1, "value_rank": 1}  # about dim / 8

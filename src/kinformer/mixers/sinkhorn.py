@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,7 @@ def sorted_within_the_past(logits: Tensor, blocks: Tensor, iterations: int) -> T
 IMPLIED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 
 
+@dataclass(frozen=True, kw_only=True)
 class SortingConfig(Config):
     """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
 
@@ -116,6 +118,7 @@ class SinkhornAttention(EncoderMixer):
     rows and then of columns; ``cut``: 0 without SortCut.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
         LEAST = {"cut": 0}
@@ -259,6 +262,7 @@ class CausalSinkhornAttention(CausalMixer):
 
     growth = "linear"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, MixerConfig):
         kind = "causal_sinkhorn"
         indivisible = "its sorting draws the noise of all heads at once"

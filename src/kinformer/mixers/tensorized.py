@@ -17,6 +17,7 @@ weights, so this is for short sequences. M is in the state: a generated token co
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -145,6 +146,7 @@ class TensorizedAttention(Factors, CausalMixer):
 
     growth = "linear"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
         indivisible = "its factors belong to one product, without heads"
@@ -235,6 +237,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
     so that M is made once, by time^2 dim rank operations. Padding does not count.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
         max_length: int = 32
@@ -275,7 +278,8 @@ MEMORY_BLOCK = 32
 
 
 class TensorizedMemoryState(NamedTuple):
-    """The state: the last ``memory + segment - 1`` inputs [batch, 1, past, dim], right-aligned; ``seen`` [batch]."""
+    """The state: ``hidden_states`` [batch, 1, past, dim], the last ``memory + segment - 1`` inputs, right-aligned;
+    ``seen`` [batch] int64."""
 
     hidden_states: Tensor
     seen: Tensor
@@ -303,6 +307,7 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     growth = "window"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
         LEAST = {"memory": 0}
@@ -372,7 +377,8 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     def _attend(self, queries: Tensor, window: Tensor, shown: Tensor) -> Tensor:
         """Return y [batch, tokens, dim] of ``queries`` [batch, tokens, rank or twice that] over the keys and values
-        [batch, tokens, n, 2 rank] of their windows, where ``shown`` [batch, tokens, n] marks the visible slots."""
+        [batch, tokens, n, 2 rank] of their windows, where ``shown`` [batch, tokens, n] marks the slots that exist and
+        may be seen."""
         window = torch.where(shown[..., None], window, window.new_zeros(()))
         k, v = window.chunk(2, -1)
         parts = queries[:, :, None].chunk(self.terms, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class Decay(nn.Module):
 
     def fade(self, x: Tensor, k: Tensor, valid: Tensor | None, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return keys k [batch, heads, time, features] as they enter the state, and the logarithms of the decay for
-        inputs x [batch, time, dim], 0 where not ``valid`` [batch, time]; ``more`` [batch, heads, time] is added."""
+        inputs x [batch, time, dim], 0 where not ``valid`` [batch, time]; ``more`` [batch, heads, time] is added to
+        them."""
         log_decay = self(x)
         if self.coupled:
             enters = self.entering(log_decay)
@@ -67,6 +69,7 @@ class Fixed(FollowsHeads, Decay):
     """One constant decay a head (Sun et al. 2023, "Retentive Network", equation 8): gamma_h = 1 - 2^(-first - h) for
     heads h = 0, 1, ...; half of the state is left after 0.69 * 2^(first + h) tokens."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "fixed"
         ABOVE = {"first": 0}
@@ -99,6 +102,7 @@ class Sigmoid(Decay):
     as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "sigmoid"
         ABOVE = {"temperature": 0}
@@ -130,6 +134,7 @@ class Softplus(Decay):
     (Mamba-2). ``log_rate`` [heads] is log A, and ``step`` [heads] is b.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "softplus"
         coupled: bool = False
@@ -173,6 +178,7 @@ class SoftplusChannels(Decay):
 
     by_channel = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "softplus_channels"
         rank: int | None = None
@@ -215,6 +221,7 @@ class LowRank(Decay):
 
     by_channel = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"
         LEAST = {"rank": 1}
@@ -270,7 +277,8 @@ def build_score_decay(
     config: Any, dim: int, head_dim: int, score: Score, position: Position, lasting: bool
 ) -> Decay | None:
     """Return the module of the field ``decay`` of a mixer's ``config``, or None for None. Refuse decays that scores
-    cannot have, and scores without decays. ``lasting``: the pattern keeps the first tokens, or tokens have spans."""
+    cannot have, and scores to which a decay cannot be added. ``lasting``: the pattern keeps the first tokens, or tokens
+    have spans."""
     if config.decay is None:
         return None
     relative = position.relative(0, 1)

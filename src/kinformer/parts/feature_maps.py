@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ class Identity(FeatureMap):
 
     signed = negative = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "identity"
 
@@ -35,6 +37,7 @@ class Identity(FeatureMap):
 class Elu(FeatureMap):
     """The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "elu"
 
@@ -48,6 +51,7 @@ class Elu(FeatureMap):
 class Relu(FeatureMap):
     """ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "relu"
 
@@ -67,6 +71,7 @@ class Dpfp(FeatureMap):
     one) with r_(j-i): a permutation of the same features.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "dpfp"
         nu: int = 1
@@ -98,6 +103,7 @@ class Quadratic(FeatureMap):
 
     negative = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"
         LEAST = {"c": 0}  # its root is a feature
@@ -121,7 +127,8 @@ class Quadratic(FeatureMap):
 
 
 class Nested(FeatureMap):
-    """The base of feature maps that norm the features of ``inner``; a factor that these lack falls out."""
+    """The base of feature maps of ``normed`` features of ``inner``, no longer than 1. A factor that features of
+    ``inner`` lack falls out."""
 
     bounded = True
 
@@ -152,6 +159,7 @@ class Unit(Nested):
     phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi of ``inner``.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "unit"
         inner: FeatureMapConfig = Identity.Config()
@@ -178,6 +186,7 @@ class SumNormalised(Nested):
     ``eps`` guards tokens whose features all vanish (the authors' code had none at first, then 1e-5).
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "sum_normalised"
         inner: FeatureMapConfig = Dpfp.Config()
@@ -248,6 +257,7 @@ class Favor(FeatureMap, Resampled):
 
     weight: Tensor
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "favor"
         features: int | None = None
@@ -321,6 +331,7 @@ class RandomFourier(FeatureMap, Resampled):
 
     weight: Tensor
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "random_fourier"
         features: int | None = None
@@ -372,6 +383,7 @@ class RandomFourier(FeatureMap, Resampled):
 # Kernel attention to all tokens of a sequence at once: a quotient of two sums.
 
 
+@dataclass(frozen=True, kw_only=True)
 class QuotientConfig(Config):
     """The fields of a mixer that attends to all tokens at once by features.
 

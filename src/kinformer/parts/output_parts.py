@@ -1,4 +1,5 @@
-"""Parts around attention: differential and exclusive heads, norms, gates, value residuals, short convolutions."""
+"""Parts around attention: differential and exclusive heads, output norms and gates, value residuals, short
+convolutions."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Differential(nn.Module):
         return torch.cat([pairs, pairs], 1)
 
     def forward(self, y: Tensor, v: Tensor) -> Tensor:
-        """Return the pairs' outputs [batch, heads / 2, time, 2 * head_dim] of y [batch, heads, time, 2 * head_dim]."""
+        """Return the pairs' outputs [batch, heads / 2, time, 2 * head_dim] from the heads' outputs y [batch, heads,
+        time, 2 * head_dim]."""
         no_weights("Differential attention subtracts two outputs and normalises the difference.")
         a, b, c, d = self.vectors.to(state_dtype(self.vectors.dtype))
         lam = ((a * b).sum().exp() - (c * d).sum().exp() + self.initial).to(y.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from kinformer.runtime.errors import KinformerError
 class NoPosition(Position):
     """No position encoding: order enters only through causality. Every hook returns its tensors unchanged."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "none"
 
@@ -28,7 +30,8 @@ SLOWEST = 10000.0
 
 
 def sinusoids(numbers: Tensor, width: int, base: float = SLOWEST, interleaved: bool = False) -> Tensor:
-    """Return sin(n / base^(2i / width)), then the cosines, [..., width] float64; ``interleaved``: side by side."""
+    """Return sin(n / base^(2i / width)) for all i, then the cosines, [..., width] float64; ``interleaved``: each cosine
+    behind its sine."""
     index = torch.arange(0, width, 2, device=numbers.device, dtype=torch.float64)
     # At 10^6 a float32 angle is 0.06 rad off.
     angles = numbers[..., None].to(torch.float64) * base ** (-index / width)
@@ -44,6 +47,7 @@ class Sinusoidal(Position):
     The layout ``split`` has the same numbers, all sines before all cosines, as tensor2tensor and Marian have them.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "sinusoidal"
         bounded_by_training = True
@@ -69,6 +73,7 @@ class Learned(Position):
     """Learned absolute positions (Gehring et al. 2017; GPT-2): a table [max_length, dim] is added to the token
     embeddings. A position at or beyond ``max_length`` is refused."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "learned"
         bounded_by_training = True
@@ -104,6 +109,7 @@ class LearnedPerLayer(Position):
     added to its input. The sum enters the residual stream, so later layers see the tables of all earlier layers. A
     position at or beyond ``max_length`` is refused."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "learned_per_layer"
         bounded_by_training = True
@@ -139,6 +145,7 @@ class Timing(Position):
     Angles are computed in float64.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "timing"
         bounded_by_training = True
@@ -194,7 +201,8 @@ def ids_of(max_distance: int) -> int:
 
 
 class TypedRelations(nn.Module):
-    """The tables ``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads] (their c)."""
+    """The tables ``keys`` [rows, heads, head_dim] (the authors' E) and ``bias`` [rows, heads]
+    (their c); rows beyond the ids are spare."""
 
     def __init__(self, max_distance: int, num_heads: int, head_dim: int, rows: int | None = None) -> None:
         super().__init__()
@@ -216,7 +224,8 @@ class TypedRelations(nn.Module):
         return Relative(-farthest, bias=(self.bias[ids] * self.scale).mT, keys=self.keys[ids].transpose(0, 1))
 
     def scores(self, q: Tensor) -> Tensor:
-        """Return each id's term of the scores: [batch, heads, n, head_dim] -> [batch, heads, n, ids]."""
+        """Return the term of each id in the score of each query: [batch, heads,
+        n, head_dim] -> [batch, heads, n, ids]."""
         products = (q * self.scale) @ self.keys.permute(1, 2, 0).to(q.dtype)
         return products + (self.bias * self.scale).mT[:, None]
 
@@ -246,6 +255,7 @@ class ComplexOrder(nn.Embedding):
     where they are ``random``, evenly between -pi and pi, from 0.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "complex_order"
         bounded_by_training = True
@@ -286,7 +296,8 @@ class ComplexOrder(nn.Embedding):
         return torch.cat([*turned], dim=-1)
 
     def _first(self, device: torch.device) -> Tensor:
-        """Return the frequencies that ``offset`` is added to, [dim / 2 or 1] float64: the first, where there is one."""
+        """Return the frequencies that ``offset`` is added to, [dim / 2 or 1] float64: one for all features is the first
+        of them."""
         if self.base is None:
             return torch.zeros(self.offset.shape[1], device=device, dtype=torch.float64)
         index = torch.arange(self.offset.shape[1], device=device, dtype=torch.float64)

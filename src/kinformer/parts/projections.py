@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from kinformer.runtime.errors import KinformerError
 # Which tokens are the slots, and which pairs a query sees, is the mixer's.
 
 
+@dataclass(frozen=True, kw_only=True)
 class FactorsConfig(Config):
     """What the configs of such mixers share: the sizes of the decomposition."""
 
@@ -80,6 +82,7 @@ class MultiHead(Projection):
     The projection x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "multi_head"
         bias: bool = True
@@ -116,6 +119,7 @@ class MultiHeadGlobal(MultiHead):
     through ``of_global``, in its query and in the keys and values of all tokens.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "multi_head_global"
         bias: bool = True
@@ -137,6 +141,7 @@ class Grouped(Projection):
     The projection to q [batch, num_heads, time, head_dim] and k, v [batch, num_kv_heads, time, head_dim].
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "grouped"
         num_kv_heads: int = 1
@@ -289,6 +294,7 @@ class Convolved(Projection):
     ``weight[0]`` weighs the token itself.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "convolved"
         width: int = 3
@@ -357,12 +363,14 @@ class SharedQK(Projection):
         k_t, v_t = sum_s w_s * (W x)_{t-s},   s = 0 ... width - 1          q_t = W_q k_t
 
     Keys and values are convolved over time as in ``convolved``; queries are one more product of the convolved keys
-    of all heads, so that both have one representation. Before the first token the convolution reads zeros.
+    of all heads, so that both have one representation. Nothing before the first token of a sequence enters the
+    convolution.
 
     The projection with ``weight`` [width, 2 heads, head_dim] of the heads of k and v, one after the other;
     ``weight[0]`` weighs the token itself.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "shared_qk"
         width: int = 3
@@ -416,6 +424,7 @@ class Normalised(Projection):
     each (by_head), or all heads' (heads).
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "normalised"
         inner: ProjectionConfig = MultiHead.Config()
@@ -486,6 +495,7 @@ class Complex(Projection):
     dim / 2 and head_dim / 2 complex numbers.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "complex"
         shared: bool = True  # one set of weights for both parts
@@ -561,6 +571,7 @@ class KVShift(Projection):
     The projection whose ``shift`` maps a token to a_t and b_t, one of each for every head of keys.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "kv_shift"
         inner: ProjectionConfig = MultiHead.Config()
@@ -671,6 +682,7 @@ Method = Literal["learned", "mean", "max", "convolution"]
 LengthSharing = Literal["none", "heads", "keys_values"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class SummariesConfig(Config):
     """The fields of a mixer whose keys and values are summaries of a sequence.
 
@@ -709,7 +721,8 @@ class LengthProjection(nn.Module):
     """The weights of E and F (one for both where they are shared), returned by ``forward()``.
 
     ``learned``: [1 or 2, heads or 1, rank, max_length]; ``convolution``: [1 or 2, heads or 1, head_dim, width *
-    head_dim], where a window's tokens stand side by side. ``shared``: layers of equal sizes use the model's one.
+    head_dim], where a window's tokens stand side by side. ``shared``: layers of equal sizes use one, which the model
+    owns.
     """
 
     def __init__(self, config: SummariesConfig, sizes: tuple[int, int]) -> None:

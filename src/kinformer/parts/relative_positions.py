@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class Rope(Position):
 
     The product of a query and a key therefore depends on their distance only. ``layout`` says which features form a
     pair: ``half`` pairs i with i + width/2 (GPT-NeoX, Llama), ``interleaved`` pairs 2i with 2i + 1 (the paper).
-    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter).
+    ``fraction`` is the share of each head's features that turn (GPT-NeoX: the first quarter); the others are not
+    changed.
 
     A model trained at ``original_length`` runs ``factor`` times as far with other frequencies:
 
@@ -51,6 +53,7 @@ class Rope(Position):
     Angles are computed in float64, and rotations in the activations' dtype.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
@@ -125,7 +128,8 @@ class Rope(Position):
 
 
 def frequencies(config: Rope.Config, width: int, device: torch.device | None = None) -> Tensor:
-    """Return radians per position of each pair of ``width`` features, [width / 2] float64, scaled by ``config``."""
+    """Return radians per position of each pair of ``width`` features, [width /
+    2] float64, scaled as ``config`` says."""
     base = config.base
     if config.scaling == "ntk":
         base *= config.factor ** (width / (width - 2))
@@ -201,6 +205,7 @@ class Alibi(FollowsHeads, Position):
     between the two is intended. Biases are in float64, on both sides of a query.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "alibi"
 
@@ -237,6 +242,7 @@ class T5(Position):
     query; otherwise these keys share the first bucket.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "t5"
         num_buckets: int = 32
@@ -306,6 +312,7 @@ class DistanceKeys(Position):
 
     one_sided = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "distance_keys"
         bounded_by_training = True
@@ -341,6 +348,7 @@ class Shaw(Position):
     head_dim], whose row r + k belongs to r.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "shaw"
         LEAST = {"max_distance": 1}
@@ -393,6 +401,7 @@ class TransformerXL(Position):
     per layer. Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "xl"
         LEAST = {"clamp": 1}
@@ -496,6 +505,7 @@ class DistanceAware(Position):
     is spread over the heads from -spread to spread, and v is 0.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "distance_aware"
         spread: float = 0.1

@@ -36,6 +36,7 @@ class RandomBlocks(ChosenBlocks):
     head: int = 0
     total: int | None = None
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; ``num_heads``: the number of heads with different draws; None: all heads share one draw."""
 
@@ -67,7 +68,8 @@ class RandomBlocks(ChosenBlocks):
         return 0 if self.total is None else self.total * self.block - 1
 
     def choices(self, blocks: Numbers) -> Sequence[Numbers]:
-        """Draw ``count`` distinct blocks by Floyd's method: the i-th of 0 .. last, or ``last`` if drawn before."""
+        """Draw ``count`` distinct blocks of a pool by Floyd's method: the i-th of 0
+        .. last, or ``last`` if drawn before."""
         pool = blocks if self.total is None else blocks * 0 + (self.total - 1)
         drawn: list[Numbers] = []
         for number in range(self.count):
@@ -108,6 +110,7 @@ class BigBird(Unsized):
     name = "big_bird"
     option = "length"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``block`` tokens are a block; a query sees its block, the two beside it, and ``random`` others.
 
@@ -233,7 +236,8 @@ class FirstAndLast(Pattern):
 Table = NDArray[np.int32]
 
 PAPER_LENGTHS = (1024, 2048, 3072, 4096)
-"""Lengths in tokens with the plan of the paper's experiments, which draws for the longest one."""
+"""Lengths in tokens with the plan of the paper's experiments: it draws for the longest length, from the blocks of the
+shortest."""
 
 
 def random_table(blocks: int, block: int, random: int, seed: int, heads: int) -> Table:
@@ -297,6 +301,7 @@ def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
 # Patterns of an image read as a sequence of cells.
 
 
+@dataclass(frozen=True, kw_only=True)
 class Image1D(PatternConfig):
     """1D local attention of the Image Transformer (Parmar et al. 2018, section 3.3): a block and its neighbours.
 
@@ -366,6 +371,7 @@ class Image2D(Pattern):
 
     domain = "image"
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "image_2d"
         LEAST = {"flange_height": 0, "flange_width": 0}

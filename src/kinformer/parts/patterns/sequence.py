@@ -83,6 +83,7 @@ class ChosenBlocks(Pattern):
 class Full(Band):
     """The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "full"
 
@@ -93,6 +94,7 @@ class Full(Band):
 class Causal(Band):
     """The causal pattern: every token sees itself and all earlier tokens, the pairs with 0 <= q - k."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "causal"
 
@@ -102,7 +104,8 @@ class Causal(Band):
 
 @dataclass(frozen=True)
 class Comb(Pattern):
-    """The pairs with -ahead <= q - k <= behind (None: no bound) and q - k a multiple of ``stride``."""
+    """The pairs with -ahead <= q - k <= behind and q - k a multiple of ``stride``, for dilated windows and columns; a
+    bound of None bounds nothing."""
 
     behind: int | None = None
     ahead: int | None = 0
@@ -115,7 +118,8 @@ class Comb(Pattern):
         return seen if self.ahead is None else seen & (distance >= -self.ahead)
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return the exact cover: of a box's distances nearest + n * step, every ``period``-th is allowed, or none."""
+        """Return the exact cover: a box has the distances nearest + n * step, and either every ``period``-th distance
+        is allowed or no distance is."""
         step = boxes.step
         nearest, farthest = boxes.q_low - boxes.k_high, boxes.q_high - boxes.k_low
         low = nearest if self.ahead is None else np.maximum(nearest, -self.ahead)
@@ -136,6 +140,7 @@ class PerHead(Pattern):
 
     patterns: tuple[Pattern, ...]
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "per_head"
         patterns: tuple[PatternConfig, ...]
@@ -198,6 +203,7 @@ def _farthest(bounds: list[int | None]) -> int | None:
     return max(finite_bounds) if len(finite_bounds) == len(bounds) else None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Window(PatternConfig):
     """Sliding window on both sides (Beltagy et al. 2020, Longformer, section 3.1), with gaps where dilated.
 
@@ -232,6 +238,7 @@ class Local(Band):
     """The local window: every token sees itself, the ``window - 1`` tokens before it and the ``ahead`` tokens after it,
     the pairs with -ahead <= q - k < window. With ``ahead = 0`` a decoder stores window - 1 past tokens."""
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
         LEAST = {"window": 1, "ahead": 0}
@@ -248,6 +255,7 @@ class Columns(Comb):
     With the positions in rows of ``stride``, these are the column above a token.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "columns"
         LEAST = {"stride": 1}
@@ -257,6 +265,7 @@ class Columns(Comb):
             return Columns(stride=self.stride)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Strided(PatternConfig):
     """Strided attention of the Sparse Transformer (Child et al. 2019, section 4.3): a window and the columns.
 
@@ -284,6 +293,7 @@ class Blocks(Pattern):
     back: int = 0
     front: int = 0
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -326,6 +336,7 @@ class Summaries(Pattern):
 
     ahead = None
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: the last ``summary`` keys of every ``segment``, or with ``skip`` the ``summary`` keys that end
         this many slices before.
@@ -369,6 +380,7 @@ class Summaries(Pattern):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Fixed(PatternConfig):
     """Fixed attention of the Sparse Transformer (Child et al. 2019, section 4.3): a segment, and summaries of all.
 
@@ -420,8 +432,10 @@ class Dilated(Comb):
     The pairs with q - k = d * dilation for -ahead <= d < window: the token and every ``dilation``-th before it.
     """
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
-        """The config: ``window`` and ``ahead`` count keys; ``dilations``: one per head, instead of ``dilation``."""
+        """The config: ``window`` and ``ahead`` count keys; ``dilations`` has one
+        dilation per head, instead of ``dilation``."""
 
         kind = "dilated"
         LEAST = {"window": 1, "ahead": 0}
@@ -467,6 +481,7 @@ class Blockwise(ChosenBlocks):
     block: int
     permutation: tuple[int, ...]
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``permutations`` are one per head (a single one holds for all heads); the paper's are shifts, as
         (1, 2, 0).
@@ -525,12 +540,14 @@ class Parts(Unsized):
 
 @dataclass(frozen=True)
 class Documents(Pattern):
-    """Documents whose tokens see each other alone. ``starts``: their first positions, but for the one at 0."""
+    """Document boundaries: tokens of one document see each other and nothing else. ``starts`` are the first positions
+    of all documents but the document at 0."""
 
     starts: tuple[int, ...]
 
     ahead = None
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config, for boundaries that are equal in all rows (a chunk's ``reset`` marks boundaries of single rows).
         The pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
@@ -571,6 +588,7 @@ class Segments(Pattern):
     memory: int
     same_segment: bool = True
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "segments"
         LEAST = {"segment": 1, "memory": 0}
@@ -603,12 +621,14 @@ class Sinks(Pattern):
     Query t sees the keys j with j < count or t - window < j <= t. A decoder keeps ``count`` + ``window`` - 1 keys,
     whatever the length, and counts positions inside this cache: a first token has position j, and a query has position
     min(t, count + window - 1) for it. Distances are therefore never larger than in a text of count + window tokens.
-    Texts up to the window's length are attended to in full. Parts of other patterns count from the first token.
+    Texts up to the length of the window are attended to in full. Parts of other patterns see the first tokens by
+    absolute positions.
     """
 
     count: int
     window: int
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; ``window`` counts the token itself."""
 
@@ -643,12 +663,14 @@ class Sinks(Pattern):
 
 @dataclass(frozen=True)
 class GlobalTokens(Pattern):
-    """Global tokens (Longformer, 2020; Big Bird, 2020): the first ``count`` tokens are seen by all and see all."""
+    """Global tokens (Beltagy et al. 2020, Longformer; Zaheer et al. 2020, Big Bird): the first ``count`` tokens are
+    seen by all and see all."""
 
     count: int
 
     ahead = None
 
+    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -691,6 +713,7 @@ def _within(pattern: Pattern, window: int) -> Pattern:
 # Patterns of patterns, so that any expression of ``|``, ``&`` and ``~`` can be written as data.
 
 
+@dataclass(frozen=True, kw_only=True)
 class Union(PatternConfig):
     """The pairs that at least one of ``patterns`` allows."""
 
@@ -704,6 +727,7 @@ class Union(PatternConfig):
         return reduce(or_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
 
 
+@dataclass(frozen=True, kw_only=True)
 class Intersection(PatternConfig):
     """The pairs that all of ``patterns`` allow."""
 
@@ -717,6 +741,7 @@ class Intersection(PatternConfig):
         return reduce(and_, _alike(self.kind, [pattern.build() for pattern in self.patterns]))
 
 
+@dataclass(frozen=True, kw_only=True)
 class Complement(PatternConfig):
     """The pairs that ``pattern`` does not allow; a decoder takes it in an ``intersection`` with ``causal``."""
 
