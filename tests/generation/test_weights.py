@@ -10,9 +10,9 @@ from torch.nn import functional
 import kinformer
 from kinformer.core.parts import features_of
 from kinformer.core.state import difference
-from kinformer.generation import packed as forms
-from kinformer.generation.packed import FEW, NarrowWeight, as_weights
+from kinformer.generation import weights as forms
 from kinformer.generation.session import Session
+from kinformer.generation.weights import FEW, NarrowWeight, as_weights
 from kinformer.runtime.errors import KinformerError
 from tests.members import CAUSAL
 

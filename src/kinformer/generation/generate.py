@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from kinformer.core.model import CausalModel
 from kinformer.generation.drafts import DraftedSession, draft_of
-from kinformer.generation.packed import inference_copy
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
+from kinformer.generation.weights import inference_copy
 from kinformer.runtime.errors import KinformerError, require, require_kind
 
 if TYPE_CHECKING:

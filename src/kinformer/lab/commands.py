@@ -224,7 +224,7 @@ def load(run: str | Path, *, set: Mapping[str, object] | None = None, weights: s
     set: overrides that change no weight, such as ``{"layers.*.mixer.position.factor": 4}``.
     weights: the type of the weights in memory, "fp32", "bf16" or "int8"; 8-bit weights are for inference only.
     """
-    from kinformer.generation.packed import as_weights
+    from kinformer.generation.weights import as_weights
     from kinformer.lab.datastore.attach import attach_store
 
     opened = open_run(run)

@@ -90,7 +90,7 @@ def spread(text: str | None, devices: int) -> dict[str, object]:
 
 MAX_THREADS = 1024
 Weights: TypeAlias = Literal["fp32", "bf16", "int8"]
-"""The type of the weights in memory, as in ``generation.packed``."""
+"""The type of the weights in memory, as in ``generation.weights``."""
 
 
 @dataclass(frozen=True, kw_only=True)

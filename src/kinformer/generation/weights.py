@@ -1,4 +1,26 @@
-"""Weights for inference: in 16 and 8 bits, packed for products of few rows, and a step of machine code."""
+"""Weights for inference: in 16 and 8 bits, packed for products of few rows, and a step of machine code.
+
+Weights in 16 and 8 bits take less memory, and products of few rows read fewer bytes.
+
+    w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
+
+:func:`as_weights` stores the weights of all linear products and tables of vectors so, embeddings and heads included.
+The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
+(:class:`UnpackedLinear`) keep the model's dtype.
+
+How a product with 8-bit weights is computed depends on the processor:
+
+* On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
+  becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows
+  changes nothing.
+* Otherwise PyTorch's product takes and gives bfloat16, and sums in float32.
+
+bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
+the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
+bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at most 3e-8.
+
+``benchmarks/llama_cpp.py`` compares them with llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +46,6 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import emulates_bfloat16, multiplies_int8, processor, processor_class
 
 Model = TypeVar("Model", bound=nn.Module)
-
-# Weights in 16 and 8 bits for inference: less memory, and products of few rows that read fewer bytes.
-#
-#     w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
-#
-# :func:`as_weights` stores the weights of all linear products and tables of vectors so, embeddings and heads included.
-# The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
-# (:class:`UnpackedLinear`) keep the model's dtype.
-#
-# How a product with 8-bit weights is computed depends on the processor:
-#
-# * On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
-#   becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of
-#   rows changes nothing.
-# * Otherwise PyTorch's product takes and gives bfloat16, and sums in float32.
-#
-# bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
-# the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
-# bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at most 3e-8.
-#
-# ``benchmarks/llama_cpp.py`` compares them with llama.cpp.
 
 FEW = 16
 """Rows up to which PyTorch's product of 8-bit weights is used on a CPU; for more, every product makes a wide matrix."""
@@ -80,7 +81,8 @@ class NarrowWeight(Tensor):
 
     A linear product and an embedding read the narrow numbers. Every other operation reads the whole matrix in
     ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for
-    FBGEMM. A weight of products alone stores one of both, a table of vectors ``matrix`` (``packed`` when needed).
+    FBGEMM. A weight of products alone stores one of both, a table of vectors ``matrix``, and ``packed`` once a product
+    needs it.
     """
 
     matrix: Tensor | None
