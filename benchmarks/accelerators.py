@@ -1,6 +1,6 @@
 """What is each accelerator worth that has a plain way beside it? The same work with and without it, in turns.
 
-    packed      generation with all weights in oneDNN's layout (generation/packed.py), beside the model's own products
+    packed      generation with all weights in oneDNN's layout (generation/weights.py), beside the model's own products
     projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made
     first sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside
     SDPA falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all
@@ -30,8 +30,8 @@ from common import Contestant, arguments, gate_equal, in_process, interleave, pr
 from kinformer.core.pattern import Band
 from kinformer.family.build import configure
 from kinformer.generation import session as steps
-from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.generation.weights import pack
 from kinformer.kernels import AttentionImpl
 from kinformer.kernels import block_sparse as tiles
 from kinformer.kernels.attention import Scoring, Visibility, attention

@@ -25,7 +25,7 @@ import torch
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
 from kinformer.generation.generate import generate
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.lab.calibration.options import CalibrateOptions
 from kinformer.lab.calibration.risk import at_threshold, upper_bound
 from kinformer.lab.data import Split

@@ -33,7 +33,7 @@ from torch import Tensor
 from common import Contestant, arguments, interleave, of_width, prepare, save, sets, show, train
 from kinformer.generation.drafts import DraftedSession
 from kinformer.generation.generate import session_of
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.lab.data import open_corpus
 from kinformer.lab.runs.run import open_run
 

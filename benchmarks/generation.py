@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from common import Contestant, arguments, gate_equal, interleave, peer, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.generation.packed import pack
 from kinformer.generation.recording import recordings_of
 from kinformer.generation.session import Session
+from kinformer.generation.weights import pack
 from kinformer.lab.comparison.speed import Floor, measure_floor
 from kinformer.lab.data import open_corpus
 from kinformer.lab.evaluation.bits import Windows, measure

@@ -29,9 +29,9 @@ from kinformer.core.contract import MixerConfig
 from kinformer.core.parts import Likelihood
 from kinformer.core.state import repeat_rows, reserve
 from kinformer.family.build import configure
-from kinformer.generation.packed import pack
 from kinformer.generation.recording import logits_after
 from kinformer.generation.session import Steps
+from kinformer.generation.weights import pack
 from kinformer.inputs.images import START
 from kinformer.mixers.buckets import LSHAttention
 from kinformer.mixers.linear import LinearAttention

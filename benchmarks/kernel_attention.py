@@ -24,8 +24,7 @@ from common import Contestant, arguments, gate_equal, interleave, peer, prepare,
 from kinformer.core.contract import Chunk
 from kinformer.family.build import configure
 from kinformer.kernels.delta import delta_rule
-from kinformer.kernels.linear import LinearState, linear_attention
-from kinformer.kernels.linear.across import running_maximum
+from kinformer.kernels.linear import LinearState, linear_attention, running_maximum
 from kinformer.parts.feature_maps import Elu, Favor, RandomFourier, Unit
 
 Attention = Callable[..., Tensor]

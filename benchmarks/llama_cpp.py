@@ -30,9 +30,8 @@ from torch import nn
 
 from common import arguments, peer, prepare, save, show
 from kinformer.family.build import configure
-from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
-from kinformer.generation.weights import as_weights
+from kinformer.generation.weights import as_weights, pack
 from kinformer.interop.writing import form_of, settings_of, write_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any, Literal, TypedDict
 
 import pytest
@@ -275,16 +275,24 @@ def test_a_config_is_checked_where_it_is_made(values, message):
     assert Local(window="7").window == 7
 
 
-def test_a_config_class_must_be_a_dataclass_whose_types_are_known():
+def test_a_config_class_is_a_dataclass_with_the_decorator_or_without_it():
     class Bare(Config):
         size: int = 3
+        names: dict[str, int] = field(default_factory=dict)
 
-    @dataclass(frozen=True, kw_only=True)
+    decorated = dataclass(frozen=True, kw_only=True)(type("Decorated", (Config,), dict(vars(Bare))))
+    for config in (Bare, decorated):
+        assert to_dict(config(size=4)) == {"size": 4, "names": {}}
+        assert config() == config(size=3, names={}) != config(size=4) and config().names is not config().names
+        for change in (lambda: setattr(config(), "size", 5), lambda: delattr(config(), "size")):  # noqa: B023
+            with pytest.raises(FrozenInstanceError):
+                change()
+
+
+def test_the_types_of_a_config_class_must_be_known():
     class Lost(Config):
         size: "Nowhere" = 3  # noqa: F821
 
-    with pytest.raises(KinformerError, match=r"Bare: is not a dataclass; put @dataclass\(frozen=True, kw_only=True\)"):
-        to_dict(Bare())
     with pytest.raises(KinformerError, match="Lost: the type of a field cannot be found .*'Nowhere' is not defined"):
         to_dict(Lost())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kinformer.generation import packed
+from kinformer.generation import weights as packed
 from kinformer.kernels.attention import TABLE
 from kinformer.runtime import process as processor
 

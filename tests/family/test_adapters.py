@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import kinformer
-from kinformer.generation.packed import PackedLinear, can_pack, pack
 from kinformer.generation.session import Session
+from kinformer.generation.weights import PackedLinear, can_pack, pack
 from tests.members import CAUSAL, ENCODERS, SOURCE
 
 TIME, STEPS = 21, 5

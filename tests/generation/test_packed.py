@@ -6,9 +6,9 @@ import torch
 import kinformer
 from kinformer.core.parts import UnpackedLinear
 from kinformer.core.state import difference
-from kinformer.generation import packed as packing
+from kinformer.generation import weights as packing
 from kinformer.generation.generate import evaluating
-from kinformer.generation.packed import LEAST, PackedLinear, can_pack, inference_copy, pack
+from kinformer.generation.weights import LEAST, PackedLinear, can_pack, inference_copy, pack
 from tests.members import CAUSAL
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kinformer
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.heads.language import AdaptiveSoftmax
 from kinformer.inputs.tokens import AdaptiveEmbedding
 from kinformer.runtime.errors import KinformerError

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import kinformer
-from kinformer.core.state import Leaf, leaves_of
 from kinformer.family.build import configure
-from kinformer.generation.packed import use_package
 from kinformer.generation.recording import recordings_of
+from kinformer.generation.weights import Leaf, leaves_of, use_package
 from kinformer.interop import graphs
 from kinformer.interop.graphs import PACKAGE_FILE, FlatStep, captured
 from kinformer.lab.cli.main import main

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kinformer.kernels.delta import delta_rule
+from kinformer.kernels.delta import delta_rule, normalised_delta_rule
 from kinformer.kernels.linear import LinearState
-from kinformer.kernels.linear.across import normalised_delta_rule
 
 EPS = 1e-5
 

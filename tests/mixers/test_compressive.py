@@ -7,7 +7,7 @@ from torch.nn import functional
 import kinformer
 from kinformer.core.contract import Chunk
 from kinformer.core.state import detach, nbytes, pop_aux
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.mixers.compressive import Compressive, Convolution, DilatedConvolution, Expansion, MostUsed, Pool
 from kinformer.mixers.memory import SegmentMemory
 from kinformer.parts.positions import sinusoids

@@ -6,7 +6,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from kinformer.core.contract import Chunk
-from kinformer.generation.packed import PackedLinear, pack
+from kinformer.generation.weights import PackedLinear, pack
 from kinformer.mixers.latent import LatentAttention
 from kinformer.mixers.softmax import SoftmaxAttention
 from kinformer.parts.patterns.sequence import Local, Sinks

@@ -8,7 +8,7 @@ from kinformer.blocks.residual import PreNorm
 from kinformer.core.parts import Neighbours
 from kinformer.core.state import difference
 from kinformer.generation.generate import generate
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.heads.language import KnnMixture
 from kinformer.lab.datastore.attach import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
 

@@ -8,8 +8,8 @@ import kinformer
 from kinformer.core.parts import Neighbours
 from kinformer.core.state import difference, nbytes
 from kinformer.generation.generate import generate
-from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.generation.weights import pack
 from kinformer.lab.datastore.attach import KeyedDecoder
 from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
 from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedNextToken, TokenBatch

@@ -34,7 +34,8 @@ class Repeated(Stack):
 
 @pytest.fixture(autouse=True)
 def in_the_table(monkeypatch):
-    monkeypatch.setitem(kinds()["stack"].builtin, "repeated", Repeated.Config)
+    stacks = kinds()["stack"]
+    monkeypatch.setattr(stacks, "builtin", {**stacks.builtin, "repeated": Repeated.Config})
 
 
 def build(member, stack="repeated", **changes):

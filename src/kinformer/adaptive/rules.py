@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -59,8 +58,7 @@ class AllExits(NamedTuple):
         sequence: Tensor,
         source: Tensor | None = None,
     ) -> AllExits:
-        """Make the outputs from the ``logits`` [batch, time, vocab] of every exit; only ``hidden`` and ``source`` keep
-        their graph."""
+        """Make the outputs of the ``logits`` [batch, time, vocab] of all exits; only ``hidden`` has a graph."""
         with torch.no_grad():
             nats = [functional.cross_entropy(logit.float().mT, targets, reduction="none") for logit in logits]
             best = [logit.argmax(-1) for logit in logits]
@@ -103,8 +101,7 @@ class ExitRule(nn.Module):
 
 
 class ExitRuleConfig(Config):
-    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of width ``dim`` with ``exits``
-    exits."""
+    """The config of an exit rule; ``build(dim, exits)`` returns the rule of a stack of this width and number."""
 
     slot = "exit_rule"
     learns: ClassVar[bool] = False
@@ -124,7 +121,6 @@ class ExitRuleConfig(Config):
 # docstring of every rule has the formula too, because the formulas of a model are read from its parts' docstrings.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(ExitRuleConfig):
     """The config of confidence rules; ``thresholds`` has one number, or one for each exit but the last."""
 
@@ -145,7 +141,7 @@ class ThresholdConfig(ExitRuleConfig):
 class ThresholdRule(ExitRule):
     """A rule by confidence: ``confidence(at)`` returns numbers [n] from 0 to 1, or cosines from -1 to 1."""
 
-    def __init__(self, config: ThresholdConfig, exits: int) -> None:
+    def __init__(self, config: ThresholdConfig, dim: int, exits: int) -> None:
         super().__init__(exits)
         self.decay_tokens, self.thresholds = config.decay_tokens, config.at(exits)
 
@@ -175,23 +171,20 @@ class SoftmaxResponse(ThresholdRule):
     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "softmax_response"
         measure: Literal["difference", "maximum"] = "difference"
 
-        def build(self, dim: int, exits: int) -> SoftmaxResponse:
-            return SoftmaxResponse(self, exits)
-
-    def __init__(self, config: Config, exits: int) -> None:
-        super().__init__(config, exits)
+    def __init__(self, config: Config, dim: int, exits: int) -> None:
+        super().__init__(config, dim, exits)
         self.measure = config.measure
 
     def confidence(self, at: AtExit) -> Tensor:
         logits = at.logits()
+        probabilities = logits.to(state_dtype(logits.dtype)).softmax(-1)
         if self.measure == "maximum":
-            return logits.to(state_dtype(logits.dtype)).softmax(-1).amax(-1)
-        highest = logits.to(state_dtype(logits.dtype)).softmax(-1).topk(2, dim=-1).values
+            return probabilities.amax(-1)
+        highest = probabilities.topk(2, dim=-1).values
         return highest[..., 0] - highest[..., 1]
 
 
@@ -201,12 +194,8 @@ class Saturation(ThresholdRule):
     threshold(t) = clip(0.9 lambda + 0.1 exp(-t / decay_tokens), 0, 1)          (equation 5, decay_tokens = N / tau)
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "saturation"
-
-        def build(self, dim: int, exits: int) -> Saturation:
-            return Saturation(self, exits)
 
     def confidence(self, at: AtExit) -> Tensor:
         dtype = state_dtype(at.x.dtype)
@@ -223,13 +212,12 @@ class ExitClassifier(ThresholdRule):
     probability, with equal weights for both answers, averaged over the exits but the last. It trains w and b alone.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ThresholdConfig):
         kind = "classifier"
         learns = True
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(config, exits)
+        super().__init__(config, dim, exits)
         self.linear = nn.Linear(dim, 1)
 
     def confidence(self, at: AtExit) -> Tensor:
@@ -252,14 +240,8 @@ class ExitClassifier(ThresholdRule):
         return self.linear(x)[..., 0].to(state_dtype(x.dtype))
 
 
-# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits. The
-# docstring of every rule repeats its line of this table, because the formulas of a model are read from docstrings.
-#
-#     multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
-#     geometric-like    q_t(n) = chi^n prod_{m < n} (1 - chi^m), q_t(N) the rest, with chi^n = sigmoid(w . h_t^n + b);
-#                       a token leaves by the first exit with chi^n >= threshold
-#
-# The geometric-like distribution is also called Poisson binomial. Both learn the choice of an oracle, from the
+# Learnt exits (Depth-Adaptive Transformer, Elbayad et al. 2020, section 3.2): a distribution q_t over N exits, whose
+# formula stands in the docstring of the rule. A rule for tokens learns the choice of an oracle, from the
 # log-likelihoods LL_t^n of the right token, or from C_t^n, which is 1 if the right token is the most probable token,
 # else 0 (equations 13 to 16):
 #
@@ -270,15 +252,13 @@ class ExitClassifier(ThresholdRule):
 # The loss is alpha times the mean of -ln q_t(q*_t), and it trains the network too. Between exits of equal value the
 # oracle takes the lowest.
 #
-# The exit of a whole translation is predicted from its source x (section 3.2.1). The oracle sums LL or C over the
-# tokens of the translation:
+# The exit of a whole translation is predicted from its source (section 3.2.1). The oracle sums LL or C over the tokens
+# of the translation:
 #
-#     sequence          q(n | x) = softmax(W s + b), s the mean of the encoder's outputs; all leave by the arg max
 #     likelihood        q* = argmax_n (sum over t of LL_t^n - lambda n)
 #     correctness       q* = argmax_n (sum over t of C_t^n - lambda n)
 
 
-@dataclass(frozen=True, kw_only=True)
 class OracleConfig(ExitRuleConfig):
     """The config of an oracle: ``penalty`` (lambda) is the cost of each further exit, ``alpha`` the weight of the
     rule's loss. The loss begins at the share ``since`` of training; before, exits are trained without it."""
@@ -295,7 +275,6 @@ class OracleConfig(ExitRuleConfig):
             raise KinformerError(f"rule.since is a share of training, 0 to 1, but is {self.since:g}.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenOracleConfig(OracleConfig):
     """The config of an oracle for every token; ``smoothing`` (sigma) is in tokens squared."""
 
@@ -326,7 +305,6 @@ class Multinomial(PredictedExit):
     multinomial       q_t = softmax(W h_t^1 + b), from the first exit's vector alone; a token leaves by the arg max
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig):
         kind = "multinomial"
 
@@ -351,7 +329,6 @@ class SequenceMultinomial(PredictedExit):
 
     reads_source = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(OracleConfig):
         kind = "sequence_multinomial"
 
@@ -381,14 +358,13 @@ class Geometric(ThresholdRule):
     All exits share w and b, as in the paper, or with ``per_exit`` each exit has separate ones.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(TokenOracleConfig, ThresholdConfig):
         kind = "geometric"
         thresholds: tuple[float, ...] = (0.5,)
         per_exit: bool = False
 
     def __init__(self, config: Config, dim: int, exits: int) -> None:
-        super().__init__(config, exits)
+        super().__init__(config, dim, exits)
         self.config = config
         self.linear = nn.Linear(dim, max(1, exits - 1) if config.per_exit else 1)
 

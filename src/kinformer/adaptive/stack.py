@@ -15,7 +15,6 @@ costs are costs without early exits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -57,7 +56,6 @@ class ExitStack(Stack):
 
     adaptive = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "exits"
         LEAST = {"samples": 1}
@@ -206,8 +204,7 @@ class ExitStack(Stack):
 
 
 class Left(nn.Module):
-    """A module without effect, for hooks: the stack calls it with the exit of every token of a chunk, ``exits`` [batch,
-    time] int64, and ``valid`` [batch, time]."""
+    """A module without effect, for hooks: called with the ``exits`` [batch, time] int64 of a chunk, and ``valid``."""
 
     def forward(self, exits: Tensor, valid: Tensor | None) -> None:
         return None
@@ -278,8 +275,7 @@ class SourceMean(NamedTuple):
 
 
 class ExitInputs(NamedTuple):
-    """The head inputs of a model with separate heads: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time]
-    int64, the number of the exit that each token left by."""
+    """The inputs of separate heads: ``hidden_states`` [batch, time, dim], and ``by`` [batch, time] int64, the exits."""
 
     hidden_states: Tensor
     by: Tensor
@@ -354,8 +350,7 @@ class ExitDecoder(Decoder):
         valid: Tensor | None = None,
         reset: Tensor | None = None,
     ) -> tuple[Tensor | ExitInputs, DecoderState]:
-        """Return the last hidden states [batch, time, dim], with separate heads as :class:`ExitInputs`, and the state
-        after the chunk."""
+        """Return the last hidden states [batch, time, dim] or :class:`ExitInputs`, and the state after the chunk."""
         if self.exit_heads is None:
             return super().head_inputs(values, state, valid=valid, reset=reset)
         chunk, state, order = self._begin(values, state, valid, reset)
@@ -368,8 +363,7 @@ class ExitDecoder(Decoder):
         return self._absorb_by_exits(chunk, state, taps)[0]
 
     def _absorb_by_exits(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> tuple[Hidden, Tensor | None]:
-        """Absorb ``chunk`` of values; also return the exit of each token, [batch, time] int64, None where all tokens go
-        through all layers."""
+        """Absorb ``chunk`` of values; also return the exits [batch, time] int64, None where no token leaves early."""
         chunk, before, seen = self._place(chunk, state.seen)
         source = source_means(state, chunk.x.shape[0])
         (x, layers, tapped), by = self.stack.absorb_by_exits(

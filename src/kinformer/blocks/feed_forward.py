@@ -7,7 +7,6 @@ equal."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
@@ -55,7 +54,6 @@ class MLP(nn.Module):
     With ``slices`` above 1 every slice of a token goes through the same weights, and becomes ``hidden_dim`` wide.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "mlp"
         hidden_dim: int | None = None
@@ -99,12 +97,10 @@ def _activate(x: Tensor, name: str) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim``
-    defaults to 8/3 * dim, up to a multiple of 8."""
+    """The feed-forward down(silu(gate(x)) * up(x)) (Shazeer 2020); ``hidden_dim`` defaults to about 8/3 * dim."""
 
     activation: Activation = "silu"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "swiglu"
         hidden_dim: int | None = None
@@ -140,7 +136,6 @@ class SwiGLU(nn.Module):
 class GeGLU(SwiGLU):
     """The feed-forward down(gelu(gate(x)) * up(x)) (Shazeer 2020), whose gate is ``activation``: exact, or by tanh."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SwiGLU.Config):
         kind = "geglu"
         activation: Literal["gelu", "gelu_tanh"] = "gelu"
@@ -154,7 +149,6 @@ class Boom(nn.Module):
     """The feed-forward that sums the slices, ``dim`` wide each, of activation(up(x)) (Merity 2019, SHA-RNN, section
     3.3): an MLP whose second product is a fixed sum without weights. ``hidden_dim`` is a multiple of dim."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "boom"
         indivisible = "its second product is a sum of slices as wide as the stream"
@@ -203,7 +197,6 @@ class ProductKeys(ReadsPadding, PartlyUsed, nn.Module):
     gradient holds only the rows that were looked up, and the values have a separate optimiser.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "product_keys"
         indivisible = "every head looks values up in one table"
@@ -337,31 +330,11 @@ def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return slots.new_empty(min(slots.numel(), count)), slots
 
 
-# A mixture of experts (Shazeer et al. 2017; Fedus et al. 2021, Switch Transformers; Jiang et al. 2024, Mixtral;
-# DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2).
-#
-#     y = scale * sum over the topk experts e of largest s_e + b_e, of g_e E_e(x)  +  shared(x)
-#     s = softmax(W x), or sigmoid(W x);   g_e = s_e, divided by the sum over the chosen ones if ``normalise``
-#     E_e(x) = down_e(silu(gate_e x) * up_e x)
-#
-# With ``groups`` of neighbouring experts, a token chooses among the experts of ``topk_groups`` groups. A group's score
-# is its largest s_e, or the sum of its two largest s_e + b_e with the sigmoid (DeepSeek-V2 and V3).
-#
-# Tokens choose experts, never experts tokens, which would show them their future; no token is dropped. Two ways keep
-# the experts' loads alike:
-#
-#     balance     adds balance * num_experts * sum_e f_e p_e to the loss of every token, f_e the share of a sequence's
-#                 choices that fall on e, p_e its mean s_e, divided by the sum over experts (Switch, equation 4)
-#     bias_rate   after each step b_e <- b_e + bias_rate * sign(mean load - load of e); b chooses, but weighs nothing
-#                 (DeepSeek-V3, equation 16)
-
-
 # Products of rows with the matrix of their group, y_i = x_i W_(group of i). The reference gathers a matrix a row.
 
 
 def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups] are the rows behind the
-    last one of each group."""
+    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups]: of the groups."""
     rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, rows, right=True)
     return torch.bmm(x[:, None], weight[group])[:, 0]
@@ -438,8 +411,7 @@ spare_operators(_product, _gradient)
 
 
 def _stand_in(x: Tensor, weight: Tensor) -> Tensor:
-    """Return an output of the right shape for meta and fake tensors, at the cost of groups of equal size: the FLOP
-    counter does not know grouped products."""
+    """Return an output of the right shape for meta and fake tensors, at the cost that the FLOP counter knows."""
     groups, rows = len(weight), len(x)
     per_group = -(-rows // groups)
     padded = functional.pad(x, (0, 0, 0, groups * per_group - rows)) if groups * per_group > rows else x
@@ -464,12 +436,13 @@ class Experts(ReadsPadding, PartlyUsed, OnlineLearner):
 
     ``hidden_dim``: hidden features of one expert; by default ``topk`` experts together cost as much as a SwiGLU.
     ``shared_dim``: hidden features of the expert that all tokens use, 0 for none. Its weight is 1, or with
-    ``shared_gate``, as in Qwen3-Next, sigmoid(u . x).
+    ``shared_gate``, as in Qwen3-Next, sigmoid(u . x). With ``groups`` of neighbouring experts, a token chooses among
+    the experts of ``topk_groups`` groups. A group's score is its largest s_e, or the sum of its two largest s_e + b_e
+    with the sigmoid (DeepSeek-V2 and V3).
     """
 
     bias: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "experts"
         LEAST = {"shared_dim": 0, "balance": 0, "bias_rate": 0}

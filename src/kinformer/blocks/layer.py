@@ -1,9 +1,7 @@
-"""Layers, each its sequence mixers and a feed-forward: the standard layer of a decoder and of an encoder, its variants,
-and the layer of SHA-RNN."""
+"""Layers of sequence mixers and a feed-forward: the standard layer of decoders and encoders, and its variants."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar, Unpack
 
 import torch
@@ -19,6 +17,7 @@ from kinformer.core.contract import (
     MixerConfig,
     PartialOutput,
     RecomputesKV,
+    StateOptions,
     initial_states,
 )
 from kinformer.core.encoder import (
@@ -27,7 +26,6 @@ from kinformer.core.encoder import (
     EncoderMixer,
     EncoderMixerConfig,
     SequenceContext,
-    StateOptions,
 )
 from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
@@ -145,8 +143,7 @@ def _additive(residual: Residual, run: R) -> R:
 
 
 class LayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state), whose state is a tuple of its mixers'
-    states."""
+    """The config; ``build(dim)`` returns a layer (chunk, state) -> (y, state) with a tuple of its mixers' states."""
 
     slot = "layer"
 
@@ -167,7 +164,6 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
     feed-forward's residual is ``feed_forward_residual`` (None: as the mixers').
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "decoder"
         mixer: MixerConfig
@@ -266,11 +262,9 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
     (Devlin et al. 2018).
 
     ``mixer_norm``: whether the mixer's residual has a norm. The first layer of ModernBERT (Warner et al. 2024) has
-    none there, as its input has one already. The feed-forward's residual is ``feed_forward_residual`` (None: as the
-    mixer's).
+    none there, as its input has one. ``feed_forward_residual`` is the feed-forward's (None: as the mixer's).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
         kind = "encoder"
         mixer: EncoderMixerConfig
@@ -313,7 +307,6 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
 class BareLayer(ChecksInput, nn.Module):
     """The layer (x [batch, time, dim], text) -> dropout(mixer(x, text))."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayerConfig):
         kind = "bare"
         mixer: EncoderMixerConfig
@@ -330,10 +323,8 @@ class BareLayer(ChecksInput, nn.Module):
 
 
 class BareDecoderLayer(ChecksChunk, nn.Module):
-    """The layer (chunk, state) -> dropout(mixer(chunk)), then the same of any ``further_mixers``, such as
-    cross-attention. Its state is the tuple of theirs."""
+    """The layer (chunk, state) -> dropout(mixer(chunk)), then any ``further_mixers`` alike; its state is theirs."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(LayerConfig):
         kind = "bare"
         mixer: MixerConfig
@@ -374,7 +365,6 @@ class BareDecoderLayer(ChecksChunk, nn.Module):
 class ParallelLayer(DecoderLayer):
     """The decoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecoderLayer.Config):
         kind = "parallel"
 
@@ -405,7 +395,6 @@ class ParallelLayer(DecoderLayer):
 class ParallelEncoderLayer(EncoderLayer):
     """The encoder's layer of a mixer and a feed-forward side by side, whose outputs are added to the stream."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayer.Config):
         kind = "parallel"
         residual: ResidualConfig = PreNorm.Config()
@@ -456,7 +445,6 @@ class MacaronLayer(DecoderLayer):
     """The decoder's layer of feed-forward, mixer and feed-forward. ``feed_forward`` describes each of the two: at half
     the usual ``hidden_dim`` the layer has as many weights as the standard one."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecoderLayer.Config):
         kind = "macaron"
 
@@ -483,7 +471,6 @@ class MacaronLayer(DecoderLayer):
 class MacaronEncoderLayer(EncoderLayer):
     """The encoder's layer of feed-forward, mixer and feed-forward; ``feed_forward`` describes each of the two."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderLayer.Config):
         kind = "macaron"
 
@@ -514,7 +501,6 @@ class MacaronEncoderLayer(EncoderLayer):
 # The paper has neither.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShaRnnConfig(Config):
     """The common fields of the configs of a decoder's and an encoder's layer: everything except the mixers."""
 
@@ -548,13 +534,11 @@ class ShaRnnParts(nn.Module):
 
 
 class ShaRnnLayer(ChecksChunk, ShaRnnParts):
-    """The layer of recurrence, attention, any ``further_mixers`` (such as cross-attention) and feed-forward. Its state
-    is the tuple of the mixers'."""
+    """The layer of recurrence, attention, ``further_mixers`` and feed-forward; its state is the tuple of theirs."""
 
     mixer: CausalMixer
     attention: CausalMixer | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, LayerConfig):
         kind = "sha_rnn"
         mixer: MixerConfig
@@ -595,7 +579,6 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
     mixer: EncoderMixer
     attention: EncoderMixer | None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ShaRnnConfig, EncoderLayerConfig):
         kind = "sha_rnn"
         mixer: EncoderMixerConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -48,7 +47,6 @@ class NormConfig(Config):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayerNorm(NormConfig):
     """The norm of Ba et al. 2016: centred, scaled, with weight and bias; of each of ``slices`` parts of a token."""
 
@@ -61,7 +59,6 @@ class LayerNorm(NormConfig):
         return per_slice(lambda width: nn.LayerNorm(width, eps=self.eps, bias=self.bias), dim, self.slices)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RMSNorm(NormConfig):
     """The norm of Zhang and Sennrich 2019: scaled by the root mean square, with a weight."""
 
@@ -79,7 +76,6 @@ class NoNorm(NormConfig):
         return nn.Identity()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Initialisation(Config):
     """The initialisation of weights.
 
@@ -98,8 +94,7 @@ class Initialisation(Config):
     residual: Literal["scaled", "plain", "zero"] = "scaled"
 
     def apply(self, model: nn.Module) -> None:
-        """Initialise every linear product and embedding of ``model`` in place, except in a nested model, which has its
-        own initialisation."""
+        """Initialise every linear product and embedding of ``model`` in place, except in a nested model."""
         initialised = {
             part for module in model.modules() if getattr(module, "initialised", False) for part in module.modules()
         }
@@ -192,7 +187,6 @@ class PreNorm(Residual):
 
     additive = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "pre"
 
@@ -203,7 +197,6 @@ class PreNorm(Residual):
 class PostNorm(Residual):
     """The residual norm(x + F(x))."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "post"
 
@@ -219,7 +212,6 @@ class ResPostNorm(Residual):
 
     additive = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "res_post"
 
@@ -233,7 +225,6 @@ class ResPostNorm(Residual):
 class Sandwich(ResPostNorm):
     """The residual x + norm'(F(norm(x))), with a norm on either side of F (Ding et al. 2021, section 2.4)."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "sandwich"
 
@@ -268,7 +259,6 @@ class Reordered(Residual):
 
     additive = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "reordered"
 
@@ -285,7 +275,6 @@ class Gated(Reordered):
     additive = False
     undroppable = "a gate of the residual 'gated' changes the stream even if the sublayer's output is 0"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ResidualConfig):
         kind = "gated"
         gate: Gate = "gru"

@@ -1,5 +1,4 @@
-"""The states of softmax attention: the cache of keys and values, the additions of projections, patterns and spans to
-it, and the functions that join a chunk to the past."""
+"""The states of softmax attention: the cache, its additions, and the functions that join a chunk to the past."""
 
 from __future__ import annotations
 
@@ -327,8 +326,7 @@ Cache = KeysValues | DecayedKeysValues | ReservedSlots
 
 
 class ContextState(NamedTuple):
-    """The state of attention whose projection has a context; ``recent`` [batch, heads, up to context, head_dim] are the
-    projections of the last tokens, right-aligned."""
+    """The state with ``recent`` [batch, heads, up to context, head_dim], right-aligned projections of last tokens."""
 
     attention: Cache
     recent: Tensor
@@ -402,8 +400,7 @@ class CacheShape(NamedTuple):
         return slots
 
     def bytes(self, length: int, horizon: int | None, dtype: torch.dtype) -> int:
-        """Return the bytes of one row's state after ``length`` tokens; the state keeps the last ``horizon`` tokens
-        (None: all)."""
+        """Return the bytes of one row's state after ``length`` tokens; the last ``horizon`` (None: all) are kept."""
         past = length if horizon is None else min(length, horizon)
         vector = self.head_dim * dtype.itemsize
         size = 2 * self.kv_heads * past * (self.head_dim + SCALE if self.int8 else vector)
@@ -507,8 +504,7 @@ class Past:
 
 
 class Int8Past(Past):
-    """A past whose keys and values are held in 8 bits. ``quantized``: attention may take them so from a reserved state,
-    else they are unpacked first."""
+    """A past of 8-bit keys and values; ``quantized``: attention takes them from a reserved state."""
 
     def __init__(self, chunk: Chunk, state: State, mixer: Crosses, quantized: bool) -> None:
         super().__init__(chunk, state, mixer)
@@ -552,8 +548,7 @@ class TokenMemoryState(NamedTuple):
 
 
 class TokenMemory(Crosses, CausalMixer):
-    """The base of mixers with one memory a token. ``width``: the width of a memory; ``pattern``: the memories that a
-    query sees."""
+    """The base of mixers with one memory of ``width`` a token; ``pattern``: the memories that a query sees."""
 
     pattern: Pattern
     width: int

@@ -34,11 +34,23 @@ Kinds = Mapping[str, Mapping[str, type["Config"]]]
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 class _Typed(type):
-    """The metaclass of configs: it checks the fields when a config is made, and accepts the forms of ``--set``: a part
-    as its config, its kind or a mapping, and a number as text."""
+    """The metaclass of configs, which makes every class a dataclass. It checks the fields when a config is made, and
+    accepts the forms of ``--set``: a part as its config, its kind or a mapping, and a number as text."""
 
     builds: Any
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        if not any(isinstance(base, _Typed) for base in bases):
+            return
+        dataclasses.dataclass(frozen=True, kw_only=True)(typing.cast(type, cls))
+        # A class may have the decorator as well, which adds these methods itself and raises if it finds them.
+        del cls.__setattr__, cls.__delattr__
+        for field in dataclasses.fields(typing.cast(Any, cls)):
+            if field.name in namespace and field.default_factory is not dataclasses.MISSING:
+                setattr(cls, field.name, field)  # the decorator reads defaults from the class
 
     def __set_name__(cls, owner: type, name: str) -> None:
         """Take note of the class ``owner`` in which the config class is written."""
@@ -73,7 +85,7 @@ def _takes_part(kind: object) -> bool:
 
 
 class Config(metaclass=_Typed):
-    """The base of all configs, which are ``@dataclass(frozen=True, kw_only=True)``.
+    """The base of all configs: every subclass is a dataclass, frozen and of keywords only.
 
     A config is written in the class that it ``builds``. The ``build`` of its slot calls that class with the config and
     the sizes, such as ``dim``; a config overrides ``build`` where it builds something else.
@@ -97,6 +109,12 @@ class Config(metaclass=_Typed):
         require_ranges(values, least, above)
         return super().__new__(cls)
 
+    def __setattr__(self, name: str, value: object) -> typing.NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> typing.NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
     def builds(self, *sizes: object, **values: object) -> Any:
         """Raise for a config class that does not stand in a class."""
         raise NotImplementedError(
@@ -114,10 +132,6 @@ T = TypeVar("T")
 
 def field_types(config: type[Config]) -> dict[str, object]:
     """Return the resolved type of every field of a config class, by name."""
-    if not dataclasses.is_dataclass(config):
-        raise KinformerError(
-            f"{config.__qualname__}: is not a dataclass; put @dataclass(frozen=True, kw_only=True) above the class."
-        )
     try:
         hints = _hints(config)
     except NameError as error:
@@ -128,8 +142,7 @@ def field_types(config: type[Config]) -> dict[str, object]:
 
 
 def to_dict(value: object) -> Any:
-    """Return a config (or a tuple or plain value inside a config) as JSON-ready data; the data of a config with a slot
-    has its ``kind``."""
+    """Return a config (or a value inside one) as data for JSON; the data of a config with a slot has its ``kind``."""
     if isinstance(value, Config):
         return tags(value) | {name: to_dict(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, tuple):
@@ -138,8 +151,7 @@ def to_dict(value: object) -> Any:
 
 
 def tags(config: Config) -> dict[str, str]:
-    """Return the keys beside the fields in a config's dict form: its ``kind`` and, if
-    another package has it, its ``package``."""
+    """Return the keys beside the fields in a config's dict form: its ``kind``, and ``package`` for another package."""
     tagged = {"kind": config.kind} if config.kind else {}
     package = package_of(type(config), PARTS, f"{config.slot}.{config.kind}")
     return tagged if package is None else tagged | {"package": package}
@@ -152,7 +164,7 @@ def from_dict(config: type[C], data: object, kinds: Kinds, place: str = "config"
 
 def check_unused(config: Config, why: str, *names: str) -> None:
     """Raise for fields that differ from their default although they do not have an effect; ``why`` is the reason."""
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    for field in dataclasses.fields(config):
         if field.name in names and (value := getattr(config, field.name)) != field.default:
             raise KinformerError(f"{field.name} = {value!r} does nothing {why}; leave it out, or change the latter.")
 
@@ -394,8 +406,7 @@ def _value(value: object, kind: object, changes: list[_Change], kinds: Kinds) ->
 
 
 def _filled(node: Config, inside: Mapping[str, list[_Change]], kinds: Kinds) -> Config:
-    """Return ``node`` with its fields changed and checked together. An error names the change that alone would be
-    refused in the same words, or else the last one."""
+    """Return ``node`` with its fields changed and checked together. An error names the change that caused it."""
     fields = field_types(type(node))
     new = {key: _value(getattr(node, key), fields[key], changes, kinds) for key, changes in inside.items()}
     try:

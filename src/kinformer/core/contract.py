@@ -19,7 +19,7 @@ Shapes: batch first, ``x [batch, time, dim]``, ``valid`` and ``reset`` ``[batch,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -190,8 +190,7 @@ class FirstValues:
 
 
 class SharesValues:
-    """Mixin of modules that read the first values; ``value_shape`` (kv_heads, head_dim) is the shape of their
-    values."""
+    """Mixin of modules that read the first values; ``value_shape``: (kv_heads, head_dim) of their values."""
 
     value_shape: tuple[int, int]
 
@@ -223,8 +222,7 @@ def shares_values(layers: Iterable[nn.Module], kind: str, opens: bool) -> bool:
 
 
 def in_blocks(module: M, *sizes: int) -> M:
-    """Note that the rows of ``module``'s weights stand in blocks of these ``sizes``, each laid out by heads (or by
-    hidden features); return it."""
+    """Note that the rows of ``module``'s weights stand in blocks of these ``sizes``, each by heads; return it."""
     object.__setattr__(module, "blocks", sizes)
     return module
 
@@ -260,8 +258,7 @@ def undivided(config: Config, why: str) -> KinformerError:
 
 
 def fewer_heads(config: Config, dim: int, parts: int) -> dict[str, object]:
-    """Return the fields of ``config`` for the number and the width of heads, for one of ``parts`` parts. Raise for a
-    pattern that differs between heads."""
+    """Return the fields of ``config`` for the heads of one of ``parts`` parts; raise where heads differ in pattern."""
     values: Any = config
     for name, why in (("span", "has costs of all heads"), ("differential", "takes differences over all heads")):
         if getattr(values, name, None) is not None:
@@ -294,21 +291,19 @@ class MixerConfig(Divisible, Config):
         return self.builds(self, dim)
 
 
-def initial_states(
-    mixers: Iterable[CausalMixer],
-    batch: int,
-    *,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    source: Tensor | None = None,
-    source_valid: Tensor | None = None,
-) -> tuple[State, ...]:
+class StateOptions(TypedDict, total=False):
+    """The keywords of ``initial_state`` of layers and stacks, which pass them to their mixers."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    source: Tensor | None
+    source_valid: Tensor | None
+
+
+def initial_states(mixers: Iterable[CausalMixer], batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
     """Return the states of ``batch`` new sequences, one per mixer; some need ``source`` [batch, length, width]."""
-    options = {"source": source, "source_valid": source_valid}
-    return tuple(
-        mixer.initial_state(batch, device=device, dtype=dtype, **options if isinstance(mixer, ReadsSource) else {})
-        for mixer in mixers
-    )
+    plain: Any = {name: value for name, value in options.items() if not name.startswith("source")}
+    return tuple(mixer.initial_state(batch, **options if isinstance(mixer, ReadsSource) else plain) for mixer in mixers)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -331,8 +326,7 @@ def unit_vectors(x: Tensor) -> Tensor:
 
 
 def width_of(x: Tensor) -> int:
-    """Return the last size of ``x`` as a Python number: while PyTorch traces a model, sizes are integer tensors,
-    whose powers and quotients are float32."""
+    """Return the last size of ``x`` as a Python number: a traced size is a tensor, whose powers are float32."""
     return int(x.shape[-1])
 
 

@@ -28,7 +28,6 @@ class Summary(Protocol):
 
     def after(self, state: Tensor) -> Tensor:
         """Return the state after the stretch, from the ``state`` before it."""
-        ...
 
 
 class Crossing:
@@ -53,8 +52,7 @@ class Crossing:
         return torch.cat(everyone.unbind(0), dim)
 
     def valid_row(self, valid: Tensor | None) -> Tensor | None:
-        """Return ``valid`` [batch, time] bool of the whole row, None where all tokens are valid. ``valid`` must be None
-        on all stretches or on none."""
+        """Return ``valid`` [batch, time] of the whole row, None where all are valid; all stretches have it or none."""
         row = None if valid is None else self.row(valid.to(torch.uint8), 1).bool()
         return None if row is None or bool(row.all()) else row
 
@@ -94,13 +92,11 @@ class Crossing:
         raise NotImplementedError
 
     def from_neighbours(self, slots: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """Return the last ``limit`` slots [batch, heads, time, width] of earlier stretches, as many as there are, and
-        this stretch's ``slots``."""
+        """Return the last ``limit`` slots [batch, heads, time, width] of earlier stretches, and the own ``slots``."""
         raise NotImplementedError
 
     def last(self, slots: Tensor, count: int | None = None) -> Tensor:
-        """Return the ``slots`` [batch, heads, count, width] of the last stretch, where they are wanted; ``count`` is
-        their number there, None if all stretches have as many."""
+        """Return the last stretch's ``slots`` [batch, heads, count, width]; ``count`` None: as many as here."""
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> bool:
@@ -180,8 +176,7 @@ def with_past(
     crossing: Crossing | None, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None
 ) -> tuple[Tensor, ...]:
     """Return the slots ``new`` [batch, heads, time, width], leaf by leaf, behind the slots ``first`` of the state. On
-    one stretch of a row, the last ``limit`` slots (None: all) of earlier stretches stand between them. The leaves
-    travel side by side."""
+    one stretch of a row, the last ``limit`` slots (None: all) of earlier stretches stand between them."""
     if crossing is None:
         if not first[0].shape[2]:
             return new
@@ -194,8 +189,7 @@ def with_past(
 def after_row(
     crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, limit: int | None
 ) -> tuple[Tensor, ...]:
-    """Return the ``slots`` [batch, heads, up to limit, width] of the last stretch, where a stretch is ``time`` long;
-    ``first`` are the slots before the row."""
+    """Return the ``slots`` of the last stretch of ``time``, up to ``limit``; ``first``: the slots before the row."""
     total = first.shape[2] + crossing.count * time
     return tuple(crossing.last(leaf, total if limit is None else min(limit, total)) for leaf in slots)
 

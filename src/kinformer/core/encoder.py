@@ -9,13 +9,21 @@ Shapes: ``x [batch, num_global + time, dim]``; in either input, the valid tokens
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
+from kinformer.core.contract import (
+    CausalMixer,
+    Divisible,
+    FirstValues,
+    ReadsSource,
+    StateOptions,
+    require_input,
+    select_valid,
+)
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.state import State
 from kinformer.runtime.compiling import checks_calls
@@ -134,8 +142,7 @@ def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
 
 
 def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Return the long input x [batch, time, dim] for a mixer of this ``kind``. Raise for more than ``end`` tokens;
-    padding beyond ``end`` is cut off."""
+    """Return the long input x [batch, time, dim], padding beyond ``end`` cut off; raise for real tokens there."""
     if x.shape[1] <= end:
         return x, valid
     if valid is None or valid.is_meta or bool(valid[:, end:].any()):
@@ -163,15 +170,6 @@ def global_positions(kinds: Tensor, valid: Tensor | None) -> Tensor | None:
 # Mixers over a source, the sequence that all queries attend to: their initial states, and the padding of the source.
 
 
-class StateOptions(TypedDict, total=False):
-    """The keywords of ``initial_state`` of layers and stacks, which pass them to their mixers."""
-
-    device: torch.device | None
-    dtype: torch.dtype | None
-    source: Tensor | None
-    source_valid: Tensor | None
-
-
 def checked_source(source: Tensor | None, valid: Tensor | None, batch: int, width: int) -> tuple[Tensor, Tensor]:
     """Return ``source`` [batch, length, width], zero where it is padding, and ``valid`` [batch, length] bool (None: all
     tokens are valid). Raise for another shape, or without a source."""
@@ -193,21 +191,11 @@ class SourceMixer(ReadsSource, CausalMixer):
     source_dim: int
     crossing: Crossing | None = None
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> State:
-        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim]; ``source_valid``
-        [batch, length] bool marks its real tokens (None: all)."""
-        source, valid = checked_source(source, source_valid, batch, self.source_dim)
-        return self.over(source, valid, device, dtype)
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> State:
+        """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim] (``source_valid``)."""
+        source, valid = checked_source(options.get("source"), options.get("source_valid"), batch, self.source_dim)
+        return self.over(source, valid, options.get("device"), options.get("dtype"))
 
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> State:
-        """Return the state over ``source`` [batch, length, source_dim], zero where ``valid`` [batch, length] bool is
-        False, in ``dtype`` (None: the dtype of activations)."""
+        """Return the state over ``source`` [batch, length, source_dim], zero where not ``valid``, in ``dtype``."""
         raise NotImplementedError

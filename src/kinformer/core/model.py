@@ -8,12 +8,13 @@ encodes a source at once and then absorbs its continuation. Free of PyTorch unti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar, Unpack
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from kinformer.core.contract import StateOptions
     from kinformer.core.parts import Input
     from kinformer.core.stack import ModelConfig, Stack
     from kinformer.core.state import State
@@ -42,33 +43,22 @@ class Encoded(NamedTuple):
 
 
 class Model(Protocol):
-    """The protocol of all models: modules with an input. ``max_length`` is the greatest length of a sequence, None if
-    positions do not end."""
+    """The protocol of all models: modules with an input. ``max_length``: of a sequence, None for any length."""
 
     training: bool
 
     @property
     def input(self) -> Input: ...
-
     @property
     def max_length(self) -> int | None: ...
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
-
     def get_parameter(self, target: str) -> nn.Parameter: ...
-
     def requires_grad_(self, requires_grad: bool = True) -> Self: ...
-
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]: ...
-
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]: ...
-
     def modules(self) -> Iterator[nn.Module]: ...
-
     def train(self, mode: bool = True) -> Self: ...
-
     def eval(self) -> Self: ...
-
     def to(self, device: torch.device, /) -> Self: ...
 
 
@@ -77,10 +67,8 @@ class StackedModel(Model, Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
-
     @property
     def stack(self) -> Stack: ...
-
     @property
     def head(self) -> nn.Module: ...
 
@@ -95,26 +83,14 @@ class CausalModel(Model, Protocol):
     @property
     def vocab_size(self) -> int:
         """Return the number of ids of a model of tokens."""
-        ...
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> State:
-        """Return the state of ``batch`` new sequences; ``source`` [batch, length, width] is for layers that attend to a
-        source."""
-        ...
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> State:
+        """Return the state of ``batch`` new sequences; some layers attend to ``source`` [batch, length, width]."""
 
     def __call__(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Return logits [batch, time, ...], zero where not ``valid``, and the state after the chunk."""
-        ...
 
     def hidden(
         self,
@@ -126,18 +102,15 @@ class CausalModel(Model, Protocol):
         taps: Sequence[int] = (),
     ) -> Hidden:
         """Return the hidden states of ``values`` and the state after them."""
-        ...
 
     def head_inputs(
         self, values: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
     ) -> tuple[Any, State]:
         """Return the inputs of :meth:`logits` at every position, a tensor or a NamedTuple of tensors [batch, time,
         ...], and the state. The inputs are the hidden states, unless the head needs more."""
-        ...
 
     def logits(self, inputs: Any) -> Tensor:
         """Return logits [batch, time, ...] of head inputs [batch, time, ...]."""
-        ...
 
 
 class StackedCausalModel(CausalModel, StackedModel, Protocol):
@@ -149,15 +122,12 @@ class WholeModel(Model, Protocol):
 
     def __call__(self, values: Tensor, *, valid: Tensor | None = None) -> Tensor:
         """Return the logits of every position or of every row."""
-        ...
 
     def hidden(self, values: Tensor, *, valid: Tensor | None = None) -> Encoded:
         """Return the hidden states of every position."""
-        ...
 
     def logits(self, hidden_states: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the head's logits of hidden states [..., dim]."""
-        ...
 
 
 class StackedWholeModel(WholeModel, StackedModel, Protocol):
@@ -176,11 +146,9 @@ class SourceModel(CausalModel, Protocol):
     @property
     def max_source_length(self) -> int | None:
         """Return the greatest length of a source, None for any length."""
-        ...
 
     def begin(self, source: Tensor, valid: Tensor | None = None) -> State:
         """Return the state of new sequences over the rows of ``source`` [batch, length] or [batch, length, ...]."""
-        ...
 
 
 PROTOCOLS: dict[type, str] = {CausalModel: "causal", WholeModel: "an encoder", SourceModel: "an encoder-decoder"}

@@ -184,8 +184,7 @@ class Score(nn.Module):
     """The score of a query and a key. ``scale`` multiplies their product.
 
     ``form`` names how the kernels combine them: ``dot`` q.k, ``capped`` tanh(q.k), ``modulus`` the absolute value of
-    the complex product of q and k (first half real, second half imaginary, not conjugated), ``additive`` vector .
-    tanh(q + k).
+    the complex product of q and k (halves: real, imaginary; not conjugated), ``additive`` vector . tanh(q + k).
     """
 
     form: str = "dot"
@@ -255,8 +254,7 @@ class Projection(nn.Module):
     def combine(self, tokens: Tensor, positions: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v of the last tokens of ``tokens`` [batch, heads, context + time, head_dim], all but the
         first ``context``. ``tokens`` holds the heads of q, k and v from ``forward``, zero before a sequence begins.
-        ``positions`` [batch, time] are given if a token of the chunk may begin a sequence; x [batch, time, dim] are the
-        new tokens."""
+        ``positions`` [batch, time] are given if a token of the chunk may begin a sequence; x are the new tokens."""
         raise NotImplementedError
 
 
@@ -291,8 +289,7 @@ class ResidualOutput(nn.Linear):
 
 
 class UnpackedLinear(nn.Linear):
-    """A product whose weight is also read directly, head by head or in another dtype, so that a packed layout must not
-    replace the weight."""
+    """A product whose weight is also read directly, so that a packed layout must not replace the weight."""
 
 
 def is_plain(product: nn.Module) -> bool:
@@ -315,8 +312,7 @@ def features_of(product: nn.Module, x: Tensor, features: slice) -> Tensor:
 
 
 def wide_product(product: nn.Module, x: Tensor) -> Tensor:
-    """Return ``product(x)`` in float32 at least, also under autocast; weights of half precision are widened where the
-    product is plain."""
+    """Return ``product(x)`` in float32 at least, also under autocast; weights of a plain product are widened."""
     wide = state_dtype(x.dtype)
     with no_autocast(x.device):
         if not is_plain(product):
@@ -379,8 +375,7 @@ class FeatureMap(nn.Module):
 
 
 def check_normaliser(feature_map: FeatureMap, kind: str, floor: float, otherwise: str = "") -> None:
-    """Raise for a ``feature_map`` of this ``kind`` whose products cannot be summed in a normaliser of at least
-    ``floor``; ``otherwise`` is a further remedy."""
+    """Raise for a ``feature_map`` whose products cannot be summed in a normaliser of at least ``floor``."""
     if feature_map.signed or (feature_map.positive_on_average and not floor):
         remedy = "" if feature_map.signed else "floor = 0.1, or "
         raise KinformerError(
@@ -466,8 +461,7 @@ class Input(nn.Module):
 
     @property
     def levels(self) -> int | None:
-        """Return the number of intensities, for heads that predict intensities: the number of ids, where values are
-        numbers."""
+        """Return the number of intensities, for heads that predict them: the number of ids where values are numbers."""
         return self.vocab_size
 
     @property
@@ -544,12 +538,10 @@ class VocabularyShare(Protocol):
 
     def nats(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropies of ``targets`` [rows] for x [rows, dim], a scalar, in all processes."""
-        ...
 
 
 class OutputProduct(nn.Module):
-    """A head whose logits are x W^T + b. ``vocabulary_part``: where processes share the vocabulary, which tokens W has
-    (``lab.training.tensor_parallel``)."""
+    """A head whose logits are x W^T + b. ``vocabulary_part``: the tokens of W where processes share the vocabulary."""
 
     vocabulary_part: VocabularyShare | None = None
 
@@ -611,11 +603,9 @@ class Searcher(Protocol):
     @property
     def entries(self) -> int:
         """Return the largest number of entries that a search may return."""
-        ...
 
     def search(self, queries: Tensor, neighbours: int) -> Neighbours:
         """Return the nearest entries of ``queries`` [n, dim], on their device."""
-        ...
 
 
 # The part ``span``: the learnt distance that a head of softmax attention looks back.

@@ -75,8 +75,7 @@ class Pattern:
         raise NotImplementedError
 
     def cover(self, boxes: Boxes) -> Cover:
-        """Return [n] of NONE, SOME or ALL: the allowed pairs of each box. SOME is always a correct answer, but splits
-        more boxes."""
+        """Return [n] of NONE, SOME or ALL: the allowed pairs of each box. SOME is never wrong but splits more boxes."""
         raise NotImplementedError
 
     @property
@@ -362,8 +361,7 @@ def check_blocks(sizes: dict[str, int], blocks: dict[str, int]) -> None:
 
 
 def check_grid(pattern: object, grid: tuple[int, int] | None, tokens: int) -> None:
-    """Raise for a ``pattern`` of the cells of an image unless the cells are the ``grid`` of patches, row by row;
-    ``tokens`` counts the patches and the tokens before them."""
+    """Raise for a ``pattern`` of an image's cells other than the ``grid`` of patches, which are all ``tokens``."""
     raster: Raster | None = getattr(pattern, "raster", None)
     if grid is None or raster is None or (raster == Raster.plain(*grid) and tokens == raster.size):
         return

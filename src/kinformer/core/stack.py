@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, Unpack
 
 import torch
@@ -11,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, FirstValues, PartialOutput, shares_values
+from kinformer.core.contract import Chunk, FirstValues, PartialOutput, StateOptions, shares_values
 from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.state import map_tensors
 from kinformer.runtime.errors import KinformerError
 
 if TYPE_CHECKING:
-    from kinformer.core.encoder import SequenceContext, StateOptions
+    from kinformer.core.encoder import SequenceContext
     from kinformer.core.state import State
 
 M = TypeVar("M", bound=nn.Module)
@@ -91,7 +90,6 @@ class Branch(NamedTuple):
     mixes: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class StackConfig(Config):
     """The config; ``build(layers)`` returns the stack of the built ``layers``.
 
@@ -301,7 +299,6 @@ class EmbeddingConfig(Config):
         return self.builds(self, vocab_size, dim)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
     """The config; ``build()`` returns a whole model: ``input``, ``position``, the ``layers`` and the ``stack`` that
     applies them, and ``head``.
@@ -338,8 +335,7 @@ class HeadConfig(Config):
     logits.
 
     ``input`` is the model's ``core.parts.Input``; a tied head reads its table. The module returns logits of every
-    position, [batch, time, ...], or, with ``per_position`` False, of whole inputs, [batch, ...], which a decoder cannot
-    have.
+    position, [batch, time, ...], or, with ``per_position`` False, of whole inputs, [batch, ...], as encoders have.
     """
 
     slot = "head"

@@ -11,6 +11,7 @@ from kinformer.family.record import (
     Settings,
     drop,
     part,
+    sizes,
     translating,
     usual_training,
 )
@@ -39,10 +40,7 @@ UNIVERSAL = Member(
     name="universal",
     title="Universal Transformer (adaptive computation time)",
     paper="Dehghani et al. 2019, Universal Transformers (ICLR, arXiv 1807.03819)",
-    year=2019,
     axes=("depth", "position"),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, as a language model, except for the recipes encoder and translate",
         "norms stand before sublayers and after the last step, as in tensor2tensor; in the paper, and in the recipes "
@@ -100,10 +98,7 @@ DEPTH_ADAPTIVE = Member(
     name="depth-adaptive",
     title="Depth-Adaptive Transformer (learnt exits)",
     paper="Elbayad et al. 2020, Depth-Adaptive Transformer (ICLR, arXiv 1910.10073)",
-    year=2020,
     axes=("depth",),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, as a language model, except for the recipes translate, whose encoder is as wide as the "
         "decoder (512 and 256 in the paper) and where one exit for the whole translation is predicted from its "
@@ -151,10 +146,7 @@ CALM = Member(
     name="calm",
     title="CALM (confident early exits, calibrated)",
     paper="Schuster et al. 2022, Confident Adaptive Language Modeling (NeurIPS, arXiv 2207.07061)",
-    year=2022,
     axes=("depth",),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, as a language model, with T5's biases of distances; its feed-forward is not gated",
         "calibration tests by the tighter p-value of Learn then Test unless asked for Hoeffding's (`bound` hoeffding)",
@@ -212,9 +204,7 @@ ADAPTIVE_SPAN = Member(
     name="adaptive-span",
     title="Adaptive attention span",
     paper="Sukhbaatar et al. 2019, Adaptive Attention Span in Transformers (arXiv 1905.07799)",
-    year=2019,
     axes=("score", "pattern", "position"),
-    causal=True,
     growth="window",
     departures=(
         "the cache begins empty (the authors': zeros, which are attended by their positions)",
@@ -250,9 +240,7 @@ ADAPTIVE_SPAN = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _span(16, **_TINY)),
-        "small": Recipe(256, 4, 4, _span(1024)),
-        "benchmark": Recipe(256, 4, 4, _span(1024)),
+        **sizes(_span(1024), tiny=_span(16, **_TINY)),
         "tiny-dynamic": Recipe(32, 2, 2, _span(16, **_TINY, **_DYNAMIC)),
         "dynamic": Recipe(256, 4, 4, _span(1024, **_DYNAMIC)),
         "paper": Recipe(512, 12, 8, _PAPER),

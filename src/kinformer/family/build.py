@@ -24,8 +24,7 @@ PURPOSES = {
 def configure(
     name: str, recipe: str = "small", vocab_size: int | None = None, set: Mapping[str, object] | None = None
 ) -> ModelConfig:
-    """Return the config of member ``name`` by ``recipe``, with overrides such as ``{"layers.*.mixer.num_heads":
-    8}``."""
+    """Return the config of member ``name`` by ``recipe``, with overrides by their paths (``set``)."""
     require_kind("member", name, str)
     require_kind("recipe", recipe, str)
     require_kind("vocab_size", vocab_size, int, type(None))

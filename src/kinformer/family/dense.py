@@ -25,10 +25,7 @@ GPT = Member(
     name="gpt",
     title="GPT (plain decoder)",
     paper="Radford et al. 2019, Language Models are Unsupervised Multitask Learners",
-    year=2019,
     axes=(),
-    causal=True,
-    growth="linear",
     departures=("bytes are the default vocabulary", "no dropout unless asked for"),
     exact_limit="is exact attention",
     parity=("GPT-2 of transformers: logits, gradients and cached steps, in float64 (tests/family/test_parity.py)",),
@@ -41,9 +38,7 @@ GPT = Member(
         name: {"batch_size": 512, "length": 1024} for name in ("paper", "paper-medium", "paper-large", "paper-xl")
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _GPT, {"position.max_length": 128}),
-        "small": Recipe(256, 4, 4, _GPT),
-        "benchmark": Recipe(256, 4, 4, _GPT, {"position.max_length": 4096}),
+        **sizes(_GPT, tiny={"position.max_length": 128}, benchmark={"position.max_length": 4096}),
         "paper": Recipe(768, 12, 12, _GPT, vocab_size=50257),
         "paper-medium": Recipe(1024, 24, 16, _GPT, vocab_size=50257),
         "paper-large": Recipe(1280, 36, 20, _GPT, vocab_size=50257),
@@ -68,10 +63,7 @@ VANILLA = Member(
     task="translate",
     title="Vanilla Transformer (encoder-decoder)",
     paper="Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762)",
-    year=2017,
     axes=(),
-    causal=True,
-    growth="linear",
     departures=(
         "bytes are the default vocabulary of the small recipes",
         "recipe pre-norm has its norms before sublayers, so that it can be trained fast: a post-norm encoder "
@@ -104,10 +96,7 @@ POST_LN = Member(
     name="post-ln",
     title="Original Transformer decoder (post-norm)",
     paper="Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762); Xiong et al. 2020 (arXiv 2002.04745)",
-    year=2017,
     axes=(),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, without attention to a source",
         "no dropout unless asked for (the paper: 0.1)",
@@ -148,10 +137,7 @@ MACARON = Member(
     title="Macaron Net (half-step feed-forwards around attention)",
     paper="Lu et al. 2019, Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View "
     "(arXiv 1906.02762)",
-    year=2019,
     axes=(),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, as a language model, except for the recipes of encoders and of translation",
         "no dropout unless asked for (the paper: 0.1), except for the recipe paper-translate",
@@ -210,10 +196,7 @@ PRIMER = Member(
     name="primer",
     title="Primer-EZ (squared ReLU, convolved q, k and v)",
     paper="So et al. 2021, Primer: Searching for Efficient Transformers for Language Modeling (arXiv 2109.08668)",
-    year=2021,
     axes=("projection",),
-    causal=True,
-    growth="linear",
     departures=(
         "Primer-EZ, the two changes that the paper recommends; the whole Primer is the recipes whole, whose queries "
         "are made of the keys and whose norms stand behind feed-forwards, as in the authors' code (the norm's variance "
@@ -254,10 +237,7 @@ DEEP_CHAR = Member(
     name="deep-char",
     title="Deep character Transformer (T12, T64)",
     paper="Al-Rfou et al. 2018, Character-Level Language Modeling with Deeper Self-Attention (arXiv 1808.04444)",
-    year=2018,
     axes=("position", "depth"),
-    causal=True,
-    growth="linear",
     departures=(
         "the train-only readers of the extra losses norm their inputs, since layers are pre-norm",
         "evaluation scores every token of a window; the authors' moves it by one character with all 512 before it "
@@ -287,9 +267,7 @@ DEEP_CHAR = Member(
         for name in ("paper", "paper-t12")
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _DEEP_CHAR, {"position.max_length": 128}),
-        "small": Recipe(256, 4, 4, _DEEP_CHAR),
-        "benchmark": Recipe(256, 4, 4, _DEEP_CHAR, {"position.max_length": 4096}),
+        **sizes(_DEEP_CHAR, tiny={"position.max_length": 128}, benchmark={"position.max_length": 4096}),
         "paper": Recipe(512, 64, 2, _DEEP_CHAR, _DROPOUT),
         "paper-t12": Recipe(512, 12, 2, _DEEP_CHAR, _DROPOUT),
     },
@@ -308,10 +286,7 @@ ROPE = Member(
     name="rope",
     title="RoFormer (rotary positions)",
     paper="Su et al. 2021, RoFormer: Enhanced Transformer with Rotary Position Embedding (arXiv 2104.09864)",
-    year=2021,
     axes=("position",),
-    causal=True,
-    growth="linear",
     departures=(
         "a causal decoder (the published model reads both sides and fills in masked words)",
         "pre-norm in all recipes but paper, which is post-norm as published, without the norm of the embeddings",
@@ -339,10 +314,7 @@ ALIBI = Member(
     name="alibi",
     title="ALiBi (attention with linear biases)",
     paper="Press et al. 2022, Train Short, Test Long: Attention with Linear Biases (arXiv 2108.12409)",
-    year=2022,
     axes=("position",),
-    causal=True,
-    growth="linear",
     departures=(
         "embeddings and softmax over the vocabulary are not adaptive",
         "GELU, but the recipe paper, which has ReLU as published",
@@ -366,10 +338,7 @@ SHAW = Member(
     name="shaw",
     title="Relative position representations",
     paper="Shaw et al. 2018, Self-Attention with Relative Position Representations (arXiv 1803.02155)",
-    year=2018,
     axes=("position",),
-    causal=True,
-    growth="linear",
     departures=(
         "a decoder alone (the paper translates with an encoder and a decoder)",
         "pre-norm with GELU, but the recipes paper and paper-big, which are post-norm with ReLU as published",
@@ -404,10 +373,7 @@ T5 = Member(
     name="t5",
     title="T5-style decoder (bucketed relative biases)",
     paper="Raffel et al. 2020, Exploring the Limits of Transfer Learning (T5, arXiv 1910.10683)",
-    year=2020,
     axes=("position", "score"),
-    causal=True,
-    growth="linear",
     departures=(
         "the decoder alone, as a language model (T5 is an encoder and a decoder)",
         "all products begin as N(0, 0.02), those into the residual stream smaller with depth; T5 scales each by its "
@@ -436,10 +402,7 @@ DA_TRANSFORMER = Member(
     name="da-transformer",
     title="DA-Transformer (distance-aware)",
     paper="Wu et al. 2021, DA-Transformer: Distance-aware Transformer (arXiv 2010.06925)",
-    year=2021,
     axes=("position", "score"),
-    causal=True,
-    growth="linear",
     departures=(
         "a decoder (the paper classifies texts with an encoder over GloVe vectors), so distances are to the left only",
         "the rates w begin spread from -0.1 to 0.1 over the heads and v at 0; the paper does not say how they begin",
@@ -471,10 +434,7 @@ COMPLEX_ORDER = Member(
     name="complex-order",
     title="Complex-order Transformer (embeddings r e^(i (w p + t)))",
     paper="Wang et al. 2020, Encoding word order in complex embeddings (arXiv 1912.12333)",
-    year=2020,
     axes=("position", "score"),
-    causal=True,
-    growth="linear",
     departures=(
         "no translation: attention to a source has no complex projection",
         "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kinformer.family.record import ENCODER, Member, Recipe, Settings, part, usual_training
+from kinformer.family.record import ENCODER, Member, Recipe, Settings, part, sizes, usual_training
 
 # BERT: the plain encoder, the baseline of the encoders of long documents.
 
@@ -17,7 +17,6 @@ BERT = Member(
     name="bert",
     title="BERT (plain encoder)",
     paper="Devlin et al. 2018, BERT: Pre-training of Deep Bidirectional Transformers (arXiv 1810.04805)",
-    year=2018,
     axes=(),
     causal=False,
     growth="none",
@@ -47,9 +46,7 @@ BERT = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _BERT, {"position.max_length": 128}),
-        "small": Recipe(256, 4, 4, _BERT),
-        "benchmark": Recipe(256, 4, 4, _LONG),
+        **sizes(_BERT, tiny={"position.max_length": 128}, benchmark=_LONG),
         "paper": Recipe(768, 12, 12, _BERT, _PUBLISHED),
         "paper-large": Recipe(1024, 24, 16, _BERT, _PUBLISHED),
     },
@@ -74,7 +71,6 @@ BIG_BIRD = Member(
     name="big-bird",
     title="Big Bird",
     paper="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences (arXiv 2007.14062)",
-    year=2020,
     axes=("pattern",),
     causal=False,
     growth="none",
@@ -115,8 +111,7 @@ BIG_BIRD = Member(
 
 
 def _blockbert(*heads: int) -> Settings:
-    """Return the settings; ``heads``: the number of heads in which a block sees itself, in which it sees the next
-    block, and so on round all blocks."""
+    """Return the settings; ``heads``: in how many heads a block sees itself, the next block, and so on."""
     blocks = len(heads)
     permutations = [
         [(block + shift) % blocks for block in range(blocks)] for shift, count in enumerate(heads) for _ in range(count)
@@ -128,7 +123,6 @@ BLOCKBERT = Member(
     name="blockbert",
     title="BlockBERT",
     paper="Qiu et al. 2020, Blockwise Self-Attention for Long Document Understanding (arXiv 1911.02972)",
-    year=2020,
     axes=("pattern",),
     causal=False,
     growth="none",
@@ -158,8 +152,7 @@ _NORM = part("layer_norm", eps=1e-12)
 
 
 def _etc(radius: int, max_distance: int, sentence: int, ids: int | None = None, types: int = 0) -> Settings:
-    """Return the settings; ``radius``: the number of tokens that a token sees on either side; ``sentence``: the number
-    of tokens that a global token stands for."""
+    """Return the settings; ``radius``: tokens that a token sees on either side; ``sentence``: tokens of a sentence."""
     return {
         **ENCODER,
         "mixer": part("etc", pattern=part("window", window=radius), max_distance=max_distance, ids=ids),
@@ -175,7 +168,6 @@ ETC = Member(
     name="etc",
     title="ETC (global and long input)",
     paper="Ainslie et al. 2020, ETC: Encoding Long and Structured Inputs in Transformers (arXiv 2004.08483)",
-    year=2020,
     axes=("pattern", "position", "projection"),
     causal=False,
     growth="none",
@@ -195,9 +187,7 @@ ETC = Member(
         for name in ("paper", "paper-large")
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _etc(4, 3, sentence=8)),
-        "small": Recipe(256, 4, 4, _etc(64, 12, sentence=64)),
-        "benchmark": Recipe(256, 4, 4, _etc(84, 12, sentence=64)),
+        **sizes(tiny=_etc(4, 3, sentence=8), small=_etc(64, 12, sentence=64), benchmark=_etc(84, 12, sentence=64)),
         "paper": Recipe(768, 12, 12, _etc(84, 12, sentence=16, ids=32, types=16), vocab_size=30522),
         "paper-large": Recipe(1024, 24, 16, _etc(169, 24, sentence=16, types=16), vocab_size=50265),
     },
@@ -222,7 +212,6 @@ LONGFORMER = Member(
     name="longformer",
     title="Longformer",
     paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer (arXiv 2004.05150)",
-    year=2020,
     axes=("pattern", "projection"),
     causal=False,
     growth="none",
@@ -259,8 +248,7 @@ LONGFORMER = Member(
 
 
 def _linformer(rank: int, max_length: int, layerwise: bool = True) -> Settings:
-    """Return the settings; ``rank``: the number of summaries of a sequence; ``layerwise``: one projection for keys and
-    values of all layers, else two per layer."""
+    """Return the settings; ``rank``: the number of summaries; ``layerwise``: one projection for all layers."""
     sharing = "keys_values" if layerwise else "heads"
     return {
         **ENCODER,
@@ -273,7 +261,6 @@ LINFORMER = Member(
     name="linformer",
     title="Linformer (low-rank attention)",
     paper="Wang et al. 2020, Linformer: Self-Attention with Linear Complexity (arXiv 2006.04768)",
-    year=2020,
     axes=("rank",),
     causal=False,
     growth="none",
@@ -290,9 +277,7 @@ LINFORMER = Member(
     use_when="all texts have nearly one length and speed counts",
     avoid_when="lengths vary, or exactness counts: its projections are the same for every text",
     recipes={
-        "tiny": Recipe(32, 2, 2, _linformer(16, 128)),
-        "small": Recipe(256, 4, 4, _linformer(128, 512)),
-        "benchmark": Recipe(256, 4, 4, _linformer(256, 4096)),
+        **sizes(tiny=_linformer(16, 128), small=_linformer(128, 512), benchmark=_linformer(256, 4096)),
         "paper": Recipe(768, 12, 12, _linformer(256, 512), vocab_size=50265),
         "paper-heads": Recipe(768, 12, 12, _linformer(128, 512, layerwise=False), vocab_size=50265),
     },
@@ -303,8 +288,7 @@ LINFORMER = Member(
 
 
 def _sinkhorn(block: int, max_length: int, cut: int = 0) -> Settings:
-    """Return the settings; ``cut``: the number of sorted blocks that all tokens see (SortCut); 0: every block sees its
-    sorted block and itself."""
+    """Return the settings; ``cut``: the sorted blocks that all tokens see (SortCut); 0: a block sees its own alone."""
     mixer = part("sinkhorn", block=block, max_length=max_length, iterations=5, cut=cut)
     return ENCODER | {"mixer": mixer, "position": part("learned", max_length=max_length)}
 
@@ -319,7 +303,6 @@ SINKHORN = Member(
     name="sinkhorn",
     title="Sparse Sinkhorn Transformer (sorted blocks)",
     paper="Tay et al. 2020, Sparse Sinkhorn Attention (arXiv 2002.11296)",
-    year=2020,
     axes=("pattern",),
     causal=False,
     growth="none",
@@ -369,7 +352,6 @@ STAR = Member(
     name="star",
     title="Star-Transformer (ring and relay)",
     paper="Guo et al. 2019, Star-Transformer (arXiv 1902.09113)",
-    year=2019,
     axes=("pattern", "recurrence"),
     causal=False,
     growth="none",

@@ -18,8 +18,7 @@ _LINEAR: Settings = {
 
 
 def _images(depth: int, height: int, width: int, channels: int) -> Recipe:
-    """Return the authors' model of images: half of the features say the value, half are sines of its place; a mixture
-    of ten logistics."""
+    """Return the authors' model of images: half of the features are sines of the place; a mixture of ten logistics."""
     read = part("pixels", height=height, width=width, channels=channels, places="sinusoid", concatenate=True)
     return Recipe(256, depth, 8, _LINEAR, POST_NORM, input=read, position="none", head="logistics")
 
@@ -28,9 +27,7 @@ LINEAR_TRANSFORMER = Member(
     name="linear-transformer",
     title="Linear Transformer",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236)",
-    year=2020,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
@@ -62,8 +59,7 @@ LINEAR_TRANSFORMER = Member(
         for name, steps, rows, lr in (("paper-mnist", 937_500, 16, 1e-4), ("paper-cifar", 500_000, 10, 2e-4))
     },
     recipes={
-        **sizes(_LINEAR),
-        "benchmark": Recipe(256, 4, 4, _LINEAR, _RELU),
+        **sizes(_LINEAR, benchmark=_RELU),
         "paper": Recipe(256, 8, 8, _LINEAR, POST_NORM),
         "paper-mnist": _images(8, 28, 28, 1),
         "paper-cifar": _images(16, 32, 32, 3),
@@ -83,9 +79,7 @@ FAST_WEIGHTS = Member(
     name="fast-weights",
     title="Fast Weight Transformer (delta rule)",
     paper="Schlag et al. 2021, Linear Transformers Are Secretly Fast Weight Programmers (arXiv 2102.11174)",
-    year=2021,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
@@ -103,8 +97,7 @@ FAST_WEIGHTS = Member(
         "paper": {"steps": 500_000, "length": 256, "lr": 2.5e-4, "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.25}
     },
     recipes={
-        **sizes(_FAST_WEIGHTS),
-        "benchmark": Recipe(256, 4, 4, _FAST_WEIGHTS, _RELU),
+        **sizes(_FAST_WEIGHTS, benchmark=_RELU),
         # fast weights behind an activation (equations 1 to 3)
         "tiny-outer": Recipe(32, 2, 2, mixer="outer_product"),
         "outer": Recipe(256, 4, 4, mixer="outer_product"),
@@ -124,9 +117,7 @@ PERFORMER = Member(
     name="performer",
     title="Performer (FAVOR+)",
     paper="Choromanski et al. 2021, Rethinking Attention with Performers (arXiv 2009.14794)",
-    year=2021,
     axes=("kernel",),
-    causal=True,
     growth="constant",
     departures=(
         "the authors' code subtracts from exponents a maximum over all keys, later ones included; here every key has "
@@ -142,9 +133,7 @@ PERFORMER = Member(
     use_when="a softmax model is to be approximated with a constant state, or you study random features",
     avoid_when="you train from scratch: a fixed feature map learns more in the same time",
     recipes={
-        "tiny": Recipe(32, 2, 2, _performer()),
-        "small": Recipe(256, 4, 4, _performer(128)),
-        "benchmark": Recipe(256, 4, 4, _performer(64), _RELU),
+        **sizes(tiny=_performer(), small=_performer(128), benchmark=_performer(64) | _RELU),
         "paper": Recipe(512, 6, 8, _performer(256), _RELU),
     },
 )
@@ -162,9 +151,7 @@ RFA = Member(
     name="rfa",
     title="Random Feature Attention (RFA-Gate)",
     paper="Peng et al. 2021, Random Feature Attention (arXiv 2103.02143)",
-    year=2021,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "random features are drawn once (the authors: in every training step, from a pool of 500)",
@@ -180,8 +167,7 @@ RFA = Member(
     use_when="you study random features of softmax attention with a gate",
     avoid_when="you need recall: its gate begins half open (decay.temperature = 16 mends that)",
     recipes={
-        **sizes(_RFA),
-        "benchmark": Recipe(256, 4, 4, _RFA, _RELU),
+        **sizes(_RFA, benchmark=_RELU),
         "paper": Recipe(512, 6, 8, _RFA, _RELU),
         # section 4.2: an encoder of softmax attention, and random features between both
         "tiny-translate": Recipe(32, 2, 2, _RFA, translating(cross=_CROSS)),
@@ -214,9 +200,7 @@ RETNET = Member(
     name="retnet",
     title="RetNet (retention)",
     paper="Sun et al. 2023, Retentive Network: A Successor to Transformer for Large Language Models (arXiv 2307.08621)",
-    year=2023,
     axes=("kernel", "position", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "positions turn queries and keys by the paper's angles, 10000^(-2 i / head_dim) (the authors' code spaces them "
@@ -270,9 +254,7 @@ GATED_DELTANET = Member(
     name="gated-deltanet",
     title="Gated DeltaNet",
     paper="Yang et al. 2025, Gated Delta Networks: Improving Mamba2 with Delta Rule (arXiv 2412.06464)",
-    year=2025,
     axes=("kernel", "recurrence", "projection"),
-    causal=True,
     growth="constant",
     departures=(
         "values are as wide as keys but in the recipe paper (the authors': twice as wide)",
@@ -317,9 +299,7 @@ COMBA = Member(
     name="comba",
     title="Comba",
     paper="Hu et al. 2025, Improving Bilinear RNNs with Closed-loop Control (arXiv 2506.02475)",
-    year=2025,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "values are as wide as keys but in the recipe paper (the authors': twice as wide)",
@@ -337,9 +317,7 @@ COMBA = Member(
     use_when="you compare rules with `gated-deltanet`: the decay and the correction of the state stand apart here",
     avoid_when="you train on a GPU: this rule has no Triton kernel",
     recipes={
-        "tiny": Recipe(32, 2, 2, _COMBA),
-        "small": Recipe(256, 4, 4, _COMBA),
-        "benchmark": Recipe(256, 4, 4, _COMBA, _RELU),
+        **sizes(_COMBA, benchmark=_RELU),
         "paper": Recipe(2048, 21, 6, _COMBA, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
     },
 )
@@ -363,9 +341,7 @@ KDA = Member(
     name="kda",
     title="Kimi Delta Attention (KDA)",
     paper="Kimi Team 2025, Kimi Linear: An Expressive, Efficient Attention Architecture (arXiv 2510.26692)",
-    year=2025,
     axes=("kernel", "recurrence", "projection"),
-    causal=True,
     growth="constant",
     departures=(
         "KDA in all layers, GELU feed-forwards and layer norms around them in all recipes but hybrid and paper (the "
@@ -397,10 +373,7 @@ KDA = Member(
         "hybrid": Recipe(256, 4, 4, _kda(64), {"layers.3::4.mixer": _latent(64, 32, 128)}),
         "benchmark": Recipe(256, 4, 4, _kda(64), _RELU),
         # Kimi Linear: three KDA layers to one of latent attention, which the last is, too; experts behind all but one
-        "paper": Recipe(
-            2304,
-            27,
-            32,
+        "paper": Recipe(2304, 27, 32).but(
             _kda(128),
             llama(1e-5, "swiglu", hidden_dim=9216),
             {
@@ -421,7 +394,7 @@ KDA = Member(
             },
             initialisation={"residual": "plain"},
             vocab_size=163_840,
-        ),  # fmt: skip
+        ),
     },
 )
 
@@ -439,9 +412,7 @@ GDN2 = Member(
     title="Gated DeltaNet-2",
     paper="Hatamizadeh et al. 2026, Gated DeltaNet-2: Decoupling Erase and Write in Linear Attention "
     "(arXiv 2605.22791)",
-    year=2026,
     axes=("kernel", "recurrence", "projection"),
-    causal=True,
     growth="constant",
     departures=(
         "the low-rank gate of the outputs is without a bias",
@@ -484,9 +455,7 @@ MESANET = Member(
     name="mesanet",
     title="MesaNet",
     paper="von Oswald et al. 2025, MesaNet: Sequence Modeling by Locally Optimal Test-Time Training (arXiv 2506.05233)",
-    year=2025,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "conjugate gradients divide by the numbers themselves (the authors' code: plus 1e-5), and begin at 0 while "
@@ -503,9 +472,7 @@ MESANET = Member(
     use_when="a constant state has to give the best linear map of keys to values at every token",
     avoid_when="time decides: every iteration costs as much as linear attention",
     recipes={
-        "tiny": Recipe(32, 2, 2, _MESA, {"mixer.iterations": 16}),
-        "small": Recipe(256, 4, 4, _MESA),
-        "benchmark": Recipe(256, 4, 4, _MESA, _RELU),
+        **sizes(_MESA, tiny={"mixer.iterations": 16}, benchmark=_RELU),
         "paper": Recipe(2048, 24, 16, _MESA, {"mixer.head_dim": 128}),
     },
 )
@@ -565,9 +532,7 @@ GLA = Member(
     name="gla",
     title="Gated linear attention (GLA)",
     paper="Yang et al. 2024, Gated Linear Attention Transformers with Hardware-Efficient Training (arXiv 2312.06635)",
-    year=2024,
     axes=("kernel", "recurrence"),
-    causal=True,
     growth="constant",
     departures=(
         "a GELU feed-forward and layer norms around it (the authors': gated ones, and RMS norms)",
@@ -624,9 +589,7 @@ MAMBA2 = Member(
     title="Mamba-2",
     paper="Dao and Gu 2024, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured "
     "State Space Duality (arXiv 2405.21060)",
-    year=2024,
     axes=("kernel", "recurrence", "projection"),
-    causal=True,
     growth="constant",
     departures=(
         "a GELU feed-forward behind every mixer, and layer norms (the authors': mixers alone, twice as many, and RMS "
@@ -667,9 +630,7 @@ RWKV7 = Member(
     name="rwkv7",
     title="RWKV-7",
     paper="Peng et al. 2025, RWKV-7 Goose with Expressive Dynamic State Evolution (arXiv 2503.14456)",
-    year=2025,
     axes=("kernel", "recurrence", "projection"),
-    causal=True,
     growth="constant",
     departures=(
         "the first layer also has the weights of mixing values, without an effect there (the authors' is without them)",
@@ -685,9 +646,7 @@ RWKV7 = Member(
     use_when="a constant state must follow the changes in a text, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
     recipes={
-        "tiny": Recipe(32, 2, 2, _rwkv7(8, 8, 8, 8)),
-        "small": Recipe(256, 4, 4, _rwkv7(32, 32, 64, 16)),
-        "benchmark": Recipe(256, 4, 4, _rwkv7(32, 32, 64, 16)),
+        **sizes(_rwkv7(32, 32, 64, 16), tiny=_rwkv7(8, 8, 8, 8)),
         "paper": Recipe(768, 12, 12, _rwkv7(64, 64, 128, 32)),
     },
 )

@@ -44,9 +44,7 @@ TRANSFORMER_XL = Member(
     name="transformer-xl",
     title="Transformer-XL (segment memory)",
     paper="Dai et al. 2019, Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context (arXiv 1901.02860)",
-    year=2019,
     axes=("memory", "position"),
-    causal=True,
     growth="window",
     departures=(
         "segments are counted by positions, not by the chunks that a caller passes, so outputs and gradients do not "
@@ -82,9 +80,7 @@ TRANSFORMER_XL = Member(
         )
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _xl(8, 12)),
-        "small": Recipe(256, 4, 4, _xl(256)),
-        "benchmark": Recipe(256, 4, 4, _xl(256)),
+        **sizes(_xl(256), tiny=_xl(8, 12)),
         "paper": Recipe(512, 12, 8, _xl(512)),
         "paper-large": Recipe(1024, 24, 8, _xl(768, head_dim=128), hidden_dim=3072),
         # words numbered by falling frequency: clusters in the softmax and, in the large model, in the tables
@@ -106,9 +102,7 @@ COMPRESSIVE = Member(
     name="compressive",
     title="Compressive Transformer",
     paper="Rae et al. 2019, Compressive Transformers for Long-Range Sequence Modelling (arXiv 1911.05507)",
-    year=2019,
     axes=("memory", "position"),
-    causal=True,
     growth="window",
     departures=(
         "segments and compression are counted by positions, not by the chunks that a caller passes",
@@ -156,9 +150,7 @@ MEMORIZING = Member(
     name="memorizing",
     title="Memorizing Transformer",
     paper="Wu et al. 2022, Memorizing Transformers (arXiv 2203.08913)",
-    year=2022,
     axes=("memory", "pattern", "position"),
-    causal=True,
     growth="window",
     departures=(
         "the window of every layer is counted back from each token; the authors' tokens see their segment and the "
@@ -180,10 +172,7 @@ MEMORIZING = Member(
         "tiny": Recipe(32, 2, 2, _memorizing(1, window=8, memory_size=32, topk=4)),
         "small": Recipe(256, 4, 4, _memorizing(2, window=256, memory_size=8192, topk=32)),
         "benchmark": Recipe(256, 4, 4, _memorizing(2, window=256, memory_size=8192, topk=32)),
-        "paper": Recipe(
-            1024,
-            12,
-            8,
+        "paper": Recipe(1024, 12, 8).but(
             _memorizing(8, window=512, memory_size=65536, head_dim=128, sees_itself=False, position="t5"),
             activation="relu",
             vocab_size=32000,
@@ -201,9 +190,7 @@ KNN_LM = Member(
     title="kNN-LM (a datastore at the output)",
     paper="Khandelwal et al. 2020, Generalization through Memorization: Nearest Neighbor Language Models "
     "(arXiv 1911.00172)",
-    year=2020,
     axes=("memory",),
-    causal=True,
     growth="store",
     departures=(
         "only the decoder is trained; kinformer index writes the datastore of this or of any other causal run, and "
@@ -230,9 +217,7 @@ SPALM = Member(
     name="spalm",
     title="SPALM (gated long-term memory)",
     paper="Yogatama et al. 2021, Adaptive Semiparametric Language Models (arXiv 2102.02557)",
-    year=2021,
     axes=("memory",),
-    causal=True,
     growth="window",
     departures=(
         "the growth is the growth of the model alone: with a datastore, the retriever's state comes beside it",
@@ -270,10 +255,7 @@ PKM = Member(
     name="pkm",
     title="Product-key memory",
     paper="Lample et al. 2019, Large Memory Layers with Product Keys (arXiv 1907.05242)",
-    year=2019,
     axes=("memory",),
-    causal=True,
-    growth="linear",
     departures=(
         "the memory takes the place of a feed-forward (the authors' may also stand behind a layer)",
         "queries are normed by layer norm in each half, which looks at no other token; the recipe paper has the "
@@ -291,10 +273,7 @@ PKM = Member(
         "tiny": Recipe(32, 2, 2, _pkm(1, num_keys=8, topk=4, key_dim=16, num_heads=2)),
         "small": Recipe(256, 4, 4, _pkm(2, num_keys=40)),
         "benchmark": Recipe(256, 4, 4, _pkm(2, num_keys=128)),
-        "paper": Recipe(
-            1024,
-            12,
-            16,
+        "paper": Recipe(1024, 12, 16).but(
             _pkm(4, num_keys=512, num_heads=4, topk=32, key_dim=512, norm="batch"),
             mixer="softmax",
             position=part("learned", max_length=512),
@@ -330,10 +309,7 @@ TENSORIZED = Member(
     name="tensorized",
     title="Tensorized Transformer (block-term attention)",
     paper="Ma et al. 2019, A Tensorized Transformer for Language Modeling (arXiv 1906.09777)",
-    year=2019,
     axes=("rank", "score"),
-    causal=True,
-    growth="linear",
     departures=(
         "causal: the authors' code has a mask that it never applies, so that published perplexities saw later tokens",
         "the tensor of length^3 elements is not made: pairs before a block of 32 queries are summed first, at some "
@@ -376,10 +352,7 @@ TENSORIZED = Member(
 
 def _sha_rnn(dim: int, depth: int, memory: int, dropout: float = 0.0, **more: object) -> Recipe:
     """Return the recipe of ``depth`` layers; the last layer but one attends."""
-    return Recipe(
-        dim,
-        depth,
-        1,
+    return Recipe(dim, depth, 1).but(
         {
             "layer": "sha_rnn",
             "mixer": "lstm",
@@ -399,9 +372,7 @@ SHA_RNN = Member(
     name="sha-rnn",
     title="SHA-RNN (single headed attention RNN)",
     paper="Merity 2019, Single Headed Attention RNN: Stop Thinking With Your Head (arXiv 1911.11423)",
-    year=2019,
     axes=("recurrence", "memory", "projection"),
-    causal=True,
     growth="window",
     departures=(
         "every query sees the same number of past tokens, counted by positions; the authors cut the memory to its last "
@@ -436,4 +407,50 @@ SHA_RNN = Member(
 )
 
 
-MEMBERS = (TRANSFORMER_XL, COMPRESSIVE, MEMORIZING, KNN_LM, SPALM, PKM, TENSORIZED, SHA_RNN)
+# GTrXL: Transformer-XL whose residuals are gates that begin nearly closed.
+
+
+def _gtrxl(segment: int, memory: int, head_dim: int | None = None) -> Settings:
+    return {
+        "mixer": part(
+            "segment_memory", head_dim=head_dim, segment=segment, memory=memory, position=part("xl", share_biases=False)
+        ),
+        "feed_forward": part("mlp", bias=False),
+        "activation": "relu",
+        "residual": "gated",
+        "norm": None,
+        "initialisation": {"residual": "plain"},
+    }
+
+
+GTRXL = Member(
+    name="gtrxl",
+    title="GTrXL (gated Transformer-XL)",
+    paper="Parisotto et al. 2019, Stabilizing Transformers for Reinforcement Learning (arXiv 1910.06764)",
+    axes=("memory", "depth"),
+    growth="window",
+    departures=(
+        "recipes read tokens and predict the next one; agents learn by PPO (`task` control; the paper's by V-MPO), or "
+        "from trajectories (`task` trajectories)",
+        "memory begins empty, where other implementations let tokens attend zeros",
+        "every layer has separate u and v, and feed-forwards without biases, as in RLlib; official code does not exist",
+        "recipe small is narrower than in other members, since gates double a layer's weights",
+        "of the recipe paper the width (256), the depth, the heads and the memory are recalled from the paper, not "
+        "held to it again; segments, and feed-forwards four times as wide, are ours",
+        usual_training("paper", why="the paper's are settings of V-MPO"),
+    ),
+    exact_limit="segment >= length: exact attention with relative positions, behind gates",
+    needs={"segments": True},
+    parity=("RLlib 2.9.3: the whole network, in float64 (tests/blocks/test_gated.py)",),
+    use_when="an agent must remember, in many layers, and training must be reliable",
+    avoid_when="the task is text: its gates cost time without gain there",
+    recipes={
+        "tiny": Recipe(32, 2, 2, _gtrxl(8, 12)),
+        "small": Recipe(192, 4, 4, _gtrxl(256, 256), hidden_dim=576),
+        "benchmark": Recipe(256, 4, 4, _gtrxl(256, 256)),
+        "paper": Recipe(256, 12, 8, _gtrxl(128, 512, head_dim=64)),
+    },
+)
+
+
+MEMBERS = (TRANSFORMER_XL, COMPRESSIVE, MEMORIZING, KNN_LM, SPALM, PKM, TENSORIZED, SHA_RNN, GTRXL)

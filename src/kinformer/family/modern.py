@@ -1,5 +1,4 @@
-"""Softmax attention of recent language models: latent, differential and forgetting heads, PaTH, and mixtures of
-experts."""
+"""Softmax attention of recent language models: latent, differential and forgetting heads, PaTH, mixtures of experts."""
 
 from __future__ import annotations
 
@@ -21,10 +20,7 @@ DIFFERENTIAL = Member(
     name="differential",
     title="Differential Transformer",
     paper="Ye et al. 2024, Differential Transformer (arXiv 2410.05258)",
-    year=2024,
     axes=("score",),
-    causal=True,
-    growth="linear",
     departures=(
         "the two heads of a pair stand half the heads apart, as in DiffLlama (in the paper, side by side)",
         "the norm of a pair's output is without weights, as in DiffLlama",
@@ -47,10 +43,7 @@ DIFFERENTIAL = Member(
     },
     recipes={
         **{name: recipe.but(_lambdas(recipe.depth)) for name, recipe in sizes(_ROTARY).items()},
-        "paper": Recipe(
-            3072,
-            28,
-            24,
+        "paper": Recipe(3072, 28, 24).but(
             llama(1e-5, "swiglu", hidden_dim=8192),
             _lambdas(28),
             mixer=part("softmax", projection=part("multi_head", bias=False), position="rope", bias=False),
@@ -74,10 +67,7 @@ FORGETTING = Member(
     name="forgetting",
     title="Forgetting Transformer (FoX)",
     paper="Lin et al. 2025, Forgetting Transformer: Softmax Attention with a Forget Gate (arXiv 2503.02130)",
-    year=2025,
     axes=("position", "score"),
-    causal=True,
-    growth="linear",
     departures=("layer norm and GELU in all recipes but paper and paper-pro",),
     exact_limit="where the gate stays open (f = 1) it is exact attention without positions; with a constant f for each "
     "head it is ALiBi with slopes -log f",
@@ -106,19 +96,13 @@ FORGETTING = Member(
         "pro": Recipe(256, 4, 4, _FORGETTING, _PRO),
         "benchmark": Recipe(256, 4, 4, _FORGETTING),
         # the paper's model of 760M parameters; feed-forwards are narrower where the gate has parameters
-        "paper": Recipe(
-            1536,
-            24,
-            24,
+        "paper": Recipe(1536, 24, 24).but(
             _FORGETTING,
             llama(1e-6, "swiglu", hidden_dim=4096),
             {"mixer.projection.bias": False, "mixer.bias": False},
             vocab_size=50_257,
         ),
-        "paper-pro": Recipe(
-            1536,
-            24,
-            24,
+        "paper-pro": Recipe(1536, 24, 24).but(
             _FORGETTING,
             _PRO,
             llama(1e-6, "swiglu", hidden_dim=3584),
@@ -140,10 +124,7 @@ PATH = Member(
     title="PaTH Attention",
     paper="Yang et al. 2025, PaTH Attention: Position Encoding via Accumulating Householder Transformations (arXiv "
     "2505.16381)",
-    year=2025,
     axes=("position", "score"),
-    causal=True,
-    growth="linear",
     departures=(
         "keys in the state are float32: every token changes all of them",
         "layer norm and GELU in all recipes but paper and paper-fox",
@@ -172,10 +153,7 @@ MLA = Member(
     title="Multi-head latent attention (MLA)",
     paper="DeepSeek-AI 2024, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model "
     "(arXiv 2405.04434)",
-    year=2024,
     axes=("projection", "rank"),
-    causal=True,
-    growth="linear",
     departures=(
         "the recipe paper balances experts, not devices, and its tokens choose among all experts (the authors': among "
         "the experts of three groups of devices)",
@@ -202,10 +180,7 @@ MLA = Member(
         "tiny": Recipe(32, 2, 2, mixer=part("latent", latent_dim=16)),
         "small": Recipe(256, 4, 4, mixer=part("latent", latent_dim=128)),
         # experts behind all layers but the first, as DeepSeek-V3
-        "experts": Recipe(
-            256,
-            4,
-            4,
+        "experts": Recipe(256, 4, 4).but(
             {
                 "layers.1:.feed_forward": part(
                     "experts",
@@ -219,12 +194,9 @@ MLA = Member(
                 )
             },
             mixer=part("latent", latent_dim=128),
-        ),  # fmt: skip
+        ),
         "benchmark": Recipe(256, 4, 4, mixer=part("latent", latent_dim=128)),
-        "paper": Recipe(
-            5120,
-            60,
-            128,
+        "paper": Recipe(5120, 60, 128).but(
             llama(1e-6, "swiglu", hidden_dim=12288),
             {
                 "layers.1:.feed_forward": part(
@@ -241,7 +213,7 @@ MLA = Member(
             mixer=part("latent", head_dim=128, rotary_dim=64, latent_dim=512, query_latent_dim=1536),
             initialisation={"std": 0.006, "residual": "plain"},
             vocab_size=102_400,
-        ),  # fmt: skip
+        ),
     },
 )
 
@@ -252,10 +224,7 @@ MIXTRAL = Member(
     name="mixtral",
     title="Mixtral (mixture of experts)",
     paper="Jiang et al. 2024, Mixtral of Experts (arXiv 2401.04088)",
-    year=2024,
     axes=("memory",),
-    causal=True,
-    growth="linear",
     departures=(
         "the balance of experts is counted by sequence (transformers': over a batch)",
         "layer norm in all recipes but paper",
@@ -269,10 +238,7 @@ MIXTRAL = Member(
         "tiny": Recipe(32, 2, 2, _ROTARY, feed_forward=part("experts", num_experts=4, topk=2)),
         "small": Recipe(256, 4, 4, _ROTARY, feed_forward=part("experts", num_experts=8, topk=2)),
         "benchmark": Recipe(256, 4, 4, _ROTARY, feed_forward=part("experts", num_experts=8, topk=2)),
-        "paper": Recipe(
-            4096,
-            32,
-            32,
+        "paper": Recipe(4096, 32, 32).but(
             llama(1e-5, "experts", num_experts=8, topk=2, hidden_dim=14336, balance=0.02),
             mixer=part(
                 "softmax",
@@ -281,7 +247,7 @@ MIXTRAL = Member(
                 bias=False,
             ),
             vocab_size=32_000,
-        ),  # fmt: skip
+        ),
     },
 )
 

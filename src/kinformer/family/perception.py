@@ -1,7 +1,8 @@
-"""Encoders of images (flat, distilled, in shifted windows, convolutional, in pyramids) and of speech."""
+"""Encoders of images (flat, distilled, shifted windows, convolutional, pyramids) and of speech; trajectories."""
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from kinformer.family.record import (
@@ -13,6 +14,7 @@ from kinformer.family.record import (
     drop,
     part,
     plateau_training,
+    sizes,
     usual_training,
 )
 
@@ -49,7 +51,6 @@ VIT = Member(
     task="vision",
     title="ViT (Vision Transformer)",
     paper="Dosovitskiy et al. 2020, An Image is Worth 16x16 Words (arXiv 2010.11929)",
-    year=2020,
     axes=("domain",),
     causal=False,
     growth="none",
@@ -84,9 +85,7 @@ VIT = Member(
         },
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _vit(32, 4, classes=10)),
-        "small": Recipe(256, 4, 4, _vit(32, 4, classes=10)),
-        "benchmark": Recipe(256, 4, 4, _vit(224, 16)),
+        **sizes(_vit(32, 4, classes=10), benchmark=_vit(224, 16)),
         "paper": Recipe(768, 12, 12, _vit(224, 16)),
         "paper-tiny": Recipe(192, 12, 3, _vit(224, 16)),
         "paper-small": Recipe(384, 12, 6, _vit(224, 16)),
@@ -116,7 +115,6 @@ DEIT = Member(
     task="vision",
     title="DeiT (distilled ViT)",
     paper="Touvron et al. 2020, Training data-efficient image transformers (arXiv 2012.12877)",
-    year=2020,
     axes=("domain",),
     causal=False,
     growth="none",
@@ -145,9 +143,7 @@ DEIT = Member(
         },
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _deit(32, 4, classes=10)),
-        "small": Recipe(256, 4, 4, _deit(32, 4, classes=10)),
-        "benchmark": Recipe(256, 4, 4, _deit(224, 16)),
+        **sizes(_deit(32, 4, classes=10), benchmark=_deit(224, 16)),
         "paper": Recipe(768, 12, 12, _deit(224, 16), _DEPTH),
         "paper-tiny": Recipe(192, 12, 3, _deit(224, 16), _DEPTH),
         "paper-small": Recipe(384, 12, 6, _deit(224, 16), _DEPTH),
@@ -170,8 +166,7 @@ def _swin(
     classes: int = 1000,
     stochastic_depth: float = 0.0,
 ) -> Recipe:
-    """Return the recipe; ``num_heads``: in the first stage, twice as many in every further one; ``second``: as Swin
-    V2."""
+    """Return the recipe; ``num_heads``: in the first stage, twice as many in each further one; ``second``: Swin V2."""
     settings: dict[str, object] = {
         **IMAGES,
         "input": _patches(size, patch, class_token=False, positions=False),
@@ -199,7 +194,6 @@ SWIN = Member(
     task="vision",
     title="Swin Transformer",
     paper="Liu et al. 2021, Swin Transformer: Hierarchical Vision Transformer using Shifted Windows (arXiv 2103.14030)",
-    year=2021,
     axes=("domain", "pattern", "position"),
     causal=False,
     growth="none",
@@ -262,7 +256,6 @@ CONVFORMER = Member(
     task="vision",
     title="ConvFormer (convolutional baseline)",
     paper="Yu et al. 2022, MetaFormer Baselines for Vision (arXiv 2210.13452)",
-    year=2022,
     axes=("domain",),
     causal=False,
     growth="none",
@@ -276,9 +269,7 @@ CONVFORMER = Member(
     avoid_when="you want attention",
     training={"paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "clip": 0.0}},  # section 4
     recipes={
-        "tiny": Recipe(32, 2, 2, _convformer(32, 4, classes=10)),
-        "small": Recipe(256, 4, 4, _convformer(32, 4, classes=10)),
-        "benchmark": Recipe(256, 4, 4, _convformer(224, 16)),
+        **sizes(_convformer(32, 4, classes=10), benchmark=_convformer(224, 16)),
         "paper": Recipe(384, 18, 6, _convformer(224, 16)),
     },
 )
@@ -293,8 +284,7 @@ Level = tuple[tuple[int, int, int], int]
 def _hipt(
     patch: int, tile: Level, region: Level, slide: Level, dropout: float = 0.0, classes: int = 2, **more: Any
 ) -> Recipe:
-    """Return the recipe; ``patch``: pixels of a side of the lowest encoder's images; ``dropout``: of the highest
-    encoder."""
+    """Return the recipe; ``patch``: pixels of a side for the lowest encoder; ``dropout``: of the highest encoder."""
     (first, side), (second, wide), (top, whole) = tile, region, slide
     one = Recipe(*first, IMAGES, input=_patches(side, patch, resize="bicubic"), head="pooled")
     read = part("tiles", encoder=one, size=[wide, wide], resize="bicubic", activation="gelu")
@@ -317,7 +307,6 @@ HIPT = Member(
     task="vision",
     title="HIPT (Hierarchical Image Pyramid Transformer)",
     paper="Chen et al. 2022, Scaling Vision Transformers to Gigapixel Images (arXiv 2206.02647)",
-    year=2022,
     axes=("domain", "depth"),
     causal=False,
     growth="none",
@@ -375,7 +364,6 @@ SPEECH_SOFTMAX = Member(
     task="speech",
     title="Speech recognition by softmax attention",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
-    year=2020,
     axes=("domain",),
     causal=False,
     growth="none",
@@ -402,7 +390,6 @@ SPEECH_LINEAR = Member(
     task="speech",
     title="Speech recognition by linear attention",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
-    year=2020,
     axes=("kernel", "domain"),
     causal=False,
     growth="none",
@@ -433,7 +420,6 @@ SPEECH_LSH = Member(
     task="speech",
     title="Speech recognition by hashed attention",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
-    year=2020,
     axes=("pattern", "projection", "domain"),
     causal=False,
     growth="none",
@@ -467,7 +453,6 @@ SPEECH_LSTM = Member(
     task="speech",
     title="Speech recognition by a bidirectional LSTM",
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
-    year=2020,
     axes=("recurrence", "domain"),
     causal=False,
     growth="none",
@@ -491,4 +476,69 @@ SPEECH_LSTM = Member(
 )
 
 
-MEMBERS = (VIT, DEIT, SWIN, CONVFORMER, HIPT, SPEECH_SOFTMAX, SPEECH_LINEAR, SPEECH_LSH, SPEECH_LSTM)
+# Decision Transformer: a decoder of trajectories, which acts so as to get the return that it is asked for.
+
+IMAGE = (4, 84, 84)
+"""Four frames of a game, as Mnih et al. 2015 prepare them."""
+
+
+def _steps(state_dim: int, actions: int, timesteps: int, **more: object) -> Settings:
+    read = part("steps", state_dim=state_dim, action_dim=actions, timesteps=timesteps, **more)
+    return {"input": read, "head": part("discrete_actions", actions=actions), "activation": "relu"}
+
+
+DECISION = Member(
+    name="decision",
+    task="trajectories",
+    title="Decision Transformer (acts for a return)",
+    paper="Chen et al. 2021, Decision Transformer: Reinforcement Learning via Sequence Modeling (arXiv 2106.01345)",
+    axes=("domain",),
+    departures=(
+        "predicts actions alone; the authors' code also has outputs of states and returns, which are not trained",
+        "no padding: rows are as long as their trajectories",
+        "paper-atari: tables of positions and timesteps begin as all tables do (the authors': at 0)",
+        "an agent carries its state and absorbs one step at a time; the authors read the last K steps again at each "
+        "(evaluate `context_steps` K)",
+        "no dropout unless asked for, except for the recipes of the paper",
+    ),
+    exact_limit="is exact attention",
+    parity=("transformers 4.35.2 and the authors' code, in float64 (tests/family/test_decision.py)",),
+    results=("key_to_door",),
+    use_when="an agent learns from recorded episodes, without an environment",
+    avoid_when="you can act while learning: the task `control` does that",
+    training={  # appendix A: the hyperparameters of OpenAI Gym and of Atari
+        "paper": {
+            "steps": 100_000,
+            "batch_size": 64,
+            "lr": 1e-4,
+            "schedule": "constant",
+            "warmup": 10_000,
+            "beta2": 0.999,
+            "weight_decay": 1e-4,
+            "clip": 0.25,
+        },
+        "paper-atari": {  # five epochs over 500,000 steps of a game, in rows of 30 steps
+            "steps": 19_531,
+            "batch_size": 128,
+            "length": 90,
+            "lr": 6e-4,
+            "warmup": 3,
+        },
+    },
+    recipes={
+        **sizes(_steps(4, 2, timesteps=1024), tiny=_steps(4, 2, timesteps=64)),
+        "paper": Recipe(
+            128, 3, 1, _steps(11, 3, timesteps=4096), drop(0.1), head=part("continuous_actions", action_dim=3)
+        ),
+        "paper-atari": Recipe(128, 6, 8).but(
+            _steps(prod(IMAGE), 4, timesteps=10000, entrance="tanh", timestep="first", image=IMAGE),
+            drop(0.1),
+            position=part("learned", max_length=90),
+            head=part("discrete_actions", actions=4, bias=False),
+            activation="gelu",
+        ),
+    },
+)
+
+
+MEMBERS = (VIT, DEIT, SWIN, CONVFORMER, HIPT, SPEECH_SOFTMAX, SPEECH_LINEAR, SPEECH_LSH, SPEECH_LSTM, DECISION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
@@ -45,12 +46,12 @@ class MemberFacts(MemberSheet):
 class Member:
     """The record of a member: its paper, its facts and its recipes.
 
-    ``axes`` are the changed parts of the Transformer: projection, position, pattern, score, memory, rank, kernel,
-    depth, recurrence, domain. ``growth`` is the growth of the state with the number of absorbed tokens. ``departures``
-    are the differences from the paper. ``exact_limit`` is the case in which the member equals exact attention.
-    ``parity`` lists other implementations with the same outputs for the same weights, and the test of each.
-    ``results`` are files of ``benchmarks/results`` that measured the member but do not contain its name. ``use_when``
-    and ``avoid_when`` are clauses, founded on costs and measurements.
+    ``year`` is the first year in ``paper`` unless given. ``axes`` are the changed parts of the Transformer: projection,
+    position, pattern, score, memory, rank, kernel, depth, recurrence, domain. ``growth`` is the growth of the state
+    with the number of absorbed tokens. ``departures`` are the differences from the paper. ``exact_limit`` is the case
+    in which the member equals exact attention. ``parity`` lists other implementations with the same outputs for the
+    same weights, and the test of each. ``results`` are files of ``benchmarks/results`` that measured the member but do
+    not contain its name. ``use_when`` and ``avoid_when`` are clauses, founded on costs and measurements.
 
     ``recipes``: name -> :class:`~kinformer.family.record.Recipe`, or any function of a vocabulary size (None: the
     recipe's own) that returns a model config. ``layer``: the number of the layer that shows the mechanism in the recipe
@@ -66,10 +67,10 @@ class Member:
     name: str
     title: str
     paper: str
-    year: int
+    year: int = 0
     axes: tuple[str, ...]
-    causal: bool
-    growth: Growth
+    causal: bool = True
+    growth: Growth = "linear"
     departures: tuple[str, ...]
     exact_limit: str
     use_when: str = ""
@@ -83,6 +84,10 @@ class Member:
     cost: Cost | None = None
     task: str | None = None
     layer: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.year and (years := re.findall(r"\b(?:19|20)\d\d\b", self.paper)):
+            object.__setattr__(self, "year", int(years[0]))
 
     @property
     def usual_task(self) -> str:
@@ -243,9 +248,10 @@ def part(kind: str, **settings: Any) -> dict[str, Any]:
     return {"kind": kind, **settings}
 
 
-def sizes(*settings: Settings, **more: Any) -> dict[str, Recipe]:
-    """Return the recipes of :data:`SIZES` with these settings."""
-    return {name: Recipe(*size, *settings, **more) for name, size in SIZES.items()}
+def sizes(*settings: Settings, **by_name: Settings) -> dict[str, Recipe]:
+    """Return the recipes of :data:`SIZES` with these settings; ``by_name`` has further settings of single recipes."""
+    assert by_name.keys() <= SIZES.keys()
+    return {name: Recipe(*size, *settings, by_name.get(name, {})) for name, size in SIZES.items()}
 
 
 def llama(eps: float, feed_forward: str, **settings: object) -> Settings:
@@ -301,8 +307,7 @@ def _layer(settings: dict[str, Any], dim: int, slot: str) -> dict[str, Any]:
 
 
 def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
-    """Set the vocabulary of an input of tokens, and the special tokens at its end. ``shared``: the encoder of an
-    encoder-decoder reads by the input of the decoder."""
+    """Set the vocabulary of an input of tokens and its last special tokens; ``shared``: also an encoder's input."""
     read = part(data["input"]) if isinstance(data["input"], str) else data["input"]
     if read["kind"] != "tokens":
         return
@@ -335,8 +340,7 @@ def _set(node: Any, keys: list[str], value: object) -> Any:
 
 
 def noam(dim: int, warmup: int = 4000, **more: Any) -> Settings:
-    """Return the training of a model ``dim`` wide by Vaswani et al. 2017, section 5.3: the rate dim^-0.5 min(step^-0.5,
-    step warmup^-1.5); ``more`` are further options."""
+    """Return the training of Vaswani et al. 2017, section 5.3: rate dim^-0.5 min(step^-0.5, step warmup^-1.5)."""
     return {
         "lr": dim**-0.5 * warmup**-0.5,
         "schedule": "inverse-sqrt",
@@ -386,8 +390,7 @@ def usual_training(*recipes: str, why: str = "published settings are not at hand
 
 
 def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
-    """Return the training of speech recognisers by Katharopoulos et al. 2020, section 4.3: the learning rate is halved
-    when the validation error stops decreasing."""
+    """Return the training of Katharopoulos et al. 2020, section 4.3: the rate halves as the error stays."""
     return {
         "optimizer": optimizer,
         "lr": lr,

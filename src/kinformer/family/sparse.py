@@ -13,6 +13,7 @@ from kinformer.family.record import (
     llama,
     noam,
     part,
+    sizes,
     translating,
     usual_training,
 )
@@ -73,9 +74,7 @@ LOCAL = Member(
     name="local",
     title="Local attention (sliding window)",
     paper="Jiang et al. 2023, Mistral 7B (arXiv 2310.06825); Liu et al. 2018 (arXiv 1801.10198) for local attention",
-    year=2023,
     axes=("pattern", "position"),
-    causal=True,
     growth="window",
     departures=(
         "in all recipes except the recipes paper, layer norm, GELU and a key head per head, so that only window and "
@@ -95,13 +94,8 @@ LOCAL = Member(
         "paper-longformer-large": _phases(30, (350_000, 25_000, 10_000, 5_000, 5_000)),
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _LOCAL, {"mixer.pattern.window": 8}),
-        "small": Recipe(256, 4, 4, _LOCAL),
-        "benchmark": Recipe(256, 4, 4, _LOCAL),
-        "paper": Recipe(
-            4096,
-            32,
-            32,
+        **sizes(_LOCAL, tiny={"mixer.pattern.window": 8}),
+        "paper": Recipe(4096, 32, 32).but(
             _LOCAL,
             llama(1e-5, "swiglu", hidden_dim=14336),
             {
@@ -129,10 +123,7 @@ def _by_heads(num_heads: int, pattern: Settings) -> dict[str, Any]:
 
 
 def _sparse(dim: int, depth: int, num_heads: int, pattern: Settings, *settings: Settings, **more: object) -> Recipe:
-    return Recipe(
-        dim,
-        depth,
-        num_heads,
+    return Recipe(dim, depth, num_heads).but(
         {
             "mixer": part("softmax", pattern=pattern),
             "position": part("learned", max_length=4096),
@@ -153,10 +144,7 @@ SPARSE_TRANSFORMER = Member(
     name="sparse-transformer",
     title="Sparse Transformer",
     paper="Child et al. 2019, Generating Long Sequences with Sparse Transformers (arXiv 1904.10509)",
-    year=2019,
     axes=("pattern",),
-    causal=True,
-    growth="linear",
     cost="between",
     departures=(
         "the strided window has as many tokens as the published code's, one fewer than the paper's formula",
@@ -227,11 +215,10 @@ def _areas(height: int, width: int, block: tuple[int, int], flange: tuple[int, i
 
 
 def _pixels(height: int = 32, width: int = 32, block: tuple[int, int] | None = None, **more: object) -> dict[str, Any]:
-    """Return an input of a table of values for each channel, times the root of the width, and timing signals of rows
-    and columns; every block of two dimensions restarts."""
+    """Return an input of a table per channel, with signals of rows and columns; blocks of two dimensions restart."""
     blocks = {} if block is None else {"block_height": block[0], "block_width": block[1], "restart": True}
-    sizes = {"height": height, "width": width, "channels": 3}
-    return part("pixels", per_channel=True, scale=True, places="sinusoid_2d", **sizes, **blocks, **more)
+    image = {"height": height, "width": width, "channels": 3}
+    return part("pixels", per_channel=True, scale=True, places="sinusoid_2d", **image, **blocks, **more)
 
 
 def _colours(dim: int, depth: int, num_heads: int, blocks: Settings, **pixels: Any) -> Recipe:
@@ -241,8 +228,7 @@ def _colours(dim: int, depth: int, num_heads: int, blocks: Settings, **pixels: A
 
 
 def _enlarging(dim: int, depth: int, num_heads: int, encoder_depth: int, source: int, size: int, block: int) -> Recipe:
-    """Return the recipe of an encoder-decoder that enlarges ``source`` x ``source`` pixels to ``size`` x ``size``; the
-    attention of both is local, in blocks of one dimension."""
+    """Return the recipe of an encoder-decoder that enlarges images of ``source`` to ``size`` pixels a side."""
     small = _pixels(source, source, shifted=False)
     encoder = {**_blocks(block, masked=False)["mixer"], "kind": "bidirectional"}
     return _colours(dim, depth, num_heads, _blocks(block), height=size, width=size).but(
@@ -257,9 +243,7 @@ IMAGE_TRANSFORMER = Member(
     name="image-transformer",
     title="Image Transformer",
     paper="Parmar et al. 2018, Image Transformer (arXiv 1802.05751)",
-    year=2018,
     axes=("pattern", "domain"),
-    causal=True,
     growth="window",
     departures=(
         "recipes of tokens (tiny, small, benchmark) have one table, sinusoids of the sequence, and in 2D predict from "
@@ -319,9 +303,7 @@ REFORMER = Member(
     name="reformer",
     title="Reformer (LSH attention, reversible layers)",
     paper="Kitaev et al. 2020, Reformer: The Efficient Transformer (arXiv 2001.04451)",
-    year=2020,
     axes=("pattern", "projection", "depth"),
-    causal=True,
     growth="window",
     departures=(
         "a chunk holds tokens of one bucket, by their rank there, so that the keys of a token depend on the past alone "
@@ -356,10 +338,7 @@ REFORMER = Member(
         "small": _reformer(256, 4, 4, num_buckets=16, chunk_size=32, rounds=2),
         "benchmark": _reformer(256, 4, 4, num_buckets=64, chunk_size=64, rounds=4, recompute=False, activation="relu"),
         # the authors' configuration for 64k bytes of enwik8: of four layers the third hashes, the others see a window
-        "paper": Recipe(
-            1024,
-            12,
-            8,
+        "paper": Recipe(1024, 12, 8).but(
             {
                 "mixer": part("softmax", pattern=part("local", window=256), **_HEADS),
                 "layers.2::4.mixer": part("lsh", num_buckets=512, chunk_size=128, rounds=2, **_HEADS),
@@ -393,9 +372,7 @@ ROUTING = Member(
     name="routing",
     title="Routing Transformer (online k-means)",
     paper="Roy et al. 2021, Efficient Content-Based Sparse Attention with Routing Transformers (arXiv 2003.05997)",
-    year=2021,
     axes=("pattern", "projection"),
-    causal=True,
     growth="window",
     departures=(
         "a token is in the cluster of its nearest centroid and sees the cluster's last window, cut by rank, so that "
@@ -435,10 +412,7 @@ MOBA = Member(
     name="moba",
     title="Mixture of block attention (MoBA)",
     paper="Lu et al. 2025, MoBA: Mixture of Block Attention for Long-Context LLMs (arXiv 2502.13189)",
-    year=2025,
     axes=("pattern",),
-    causal=True,
-    growth="linear",
     cost="between",
     departures=(
         "between blocks of equal importance up to rounding the last block is chosen, so that the choice does not "
@@ -453,9 +427,7 @@ MOBA = Member(
     use_when="texts have many thousands of tokens, a token needs only a few places, and the cache may grow",
     avoid_when="texts are short, or the state must not grow: the cache is as large as in full attention",
     recipes={
-        "tiny": Recipe(32, 2, 2, _moba(4, 2)),
-        "small": Recipe(256, 4, 4, _moba(32, 4)),
-        "benchmark": Recipe(256, 4, 4, _moba(128, 4)),
+        **sizes(tiny=_moba(4, 2), small=_moba(32, 4), benchmark=_moba(128, 4)),
         "paper": Recipe(1792, 14, 14, _moba(512, 3)),
     },
 )
@@ -487,10 +459,7 @@ NSA = Member(
     title="Native sparse attention (NSA)",
     paper="Yuan et al. 2025, Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention "
     "(arXiv 2502.11089)",
-    year=2025,
     axes=("pattern", "rank"),
-    causal=True,
-    growth="linear",
     cost="between",
     departures=(
         "in all recipes but paper, the same blocks are summarised and chosen, and a summary is a mean, as in "
@@ -513,13 +482,8 @@ NSA = Member(
     use_when="texts have many thousands of tokens, several heads can share keys, and the cache may grow",
     avoid_when="texts are short: three branches then cost more than full attention",
     recipes={
-        "tiny": Recipe(32, 2, 2, _nsa(4, 4, 6)),
-        "small": Recipe(256, 4, 4, _nsa(16, 6, 64)),
-        "benchmark": Recipe(256, 4, 4, _nsa(64, 8, 256)),
-        "paper": Recipe(
-            2560,
-            30,
-            64,
+        **sizes(tiny=_nsa(4, 4, 6), small=_nsa(16, 6, 64), benchmark=_nsa(64, 8, 256)),
+        "paper": Recipe(2560, 30, 64).but(
             llama(1e-6, "swiglu", hidden_dim=10240),
             _nsa(64, 16, 512, kv_heads=4, compression="mlp", head_dim=192, summary_length=32, summary_stride=16),
             {"layers.1:.feed_forward": part("experts", num_experts=72, topk=6, hidden_dim=1408, shared_dim=2 * 1408)},

@@ -14,11 +14,7 @@ from kinformer.family.record import Member
 from kinformer.runtime import plugins
 from kinformer.runtime.errors import KinformerError, nearest
 
-PAGES = (
-    "dense", "sparse", "modern", "linear", "memory", "adaptive", "agents", "encoders", "perception",
-)  # fmt: skip
-
-
+PAGES = ("dense", "sparse", "modern", "linear", "memory", "adaptive", "encoders", "perception")
 MEMBERS: plugins.Pages[Member] = plugins.Pages(
     PAGES, lambda page: {member.name: member for member in import_module(f"kinformer.family.{page}").MEMBERS}
 )

@@ -40,8 +40,7 @@ class BeamResult(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The settings of a search: the ids that begin and end a sequence, the number of hypotheses of a sentence
-    (``beam``), and alpha (``length_penalty``)."""
+    """The settings of a search: the ids that begin and end a sequence, the ``beam``, and alpha (``length_penalty``)."""
 
     bos: int
     eos: int
@@ -71,8 +70,7 @@ def beam_search(model: CausalModel, state: State, search: Search, limits: Sequen
 
     ``limits``: the largest number of tokens in the continuation of each row. A continuation that has reached its limit
     must end, at the probability of EOS, so the model reads at most BOS and ``limit`` tokens. The continuation of a row
-    does not depend on other rows. The cache is reordered at most once a token, and not at all where every hypothesis
-    continues in its row.
+    does not depend on other rows. The cache is reordered at most once a token, and only where it must be.
 
     Errors: ``KinformerError`` for NaN or infinity in the predictions.
     """
@@ -176,8 +174,7 @@ Prefix = tuple[int, ...]
 
 
 class Texts(NamedTuple):
-    """The tokens of symbols: ``first`` of each where a text begins, ``later`` of each after another; ``begin`` and
-    ``end`` of a text."""
+    """The tokens of symbols: ``first`` where a text begins, ``later`` elsewhere; ``begin`` and ``end`` of a text."""
 
     first: Sequence[Sequence[int]]
     later: Sequence[Sequence[int]]
@@ -186,8 +183,7 @@ class Texts(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """A prefix: its ``state``, of one row; the ``total`` log-probability of its symbols; the log-probabilities of every
-    symbol ``after`` it, and of the end of the text last."""
+    """A prefix: its ``state``, its ``total``, log-probabilities of all symbols ``after`` it, the end last."""
 
     state: State
     total: float
@@ -204,8 +200,7 @@ class SymbolModel:
         self._add([()], [start], [0.0], [texts.begin])
 
     def total(self, prefix: Prefix) -> float:
-        """Return log p of the symbols of ``prefix``, which was read before, or extends a prefix that was read by one
-        symbol."""
+        """Return log p of the symbols of ``prefix``, which was read before or extends a prefix that was read by one."""
         if prefix in self._entries:
             return self._entries[prefix].total
         parent = self._entries[prefix[:-1]]

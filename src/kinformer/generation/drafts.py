@@ -46,11 +46,9 @@ class Draft(Protocol):
         """Return guesses [batch, n] int64 of the next tokens of ``texts``, a character for each token
         (``chr(token)``), n at most ``limit``; None for none. ``hidden`` [batch, 1, dim] are the head inputs that the
         last tokens were drawn from."""
-        ...
 
     def fork(self, copies: int) -> Draft:
         """Return a draft of each row ``copies`` times."""
-        ...
 
 
 class NgramDraft:
@@ -131,8 +129,7 @@ class ModelDraft:
 
 
 def _shared(old: str, new: str, behind: int) -> int:
-    """Return the length of the common prefix of both texts, usually all but the last ``behind`` characters of
-    ``old``."""
+    """Return the length of the common prefix of both texts, usually ``old`` without the last ``behind`` letters."""
     start = max(0, min(len(old) - behind, len(new)))
     start = start if old[:start] == new[:start] else 0
     pairs = zip(old[start:], new[start:], strict=False)
@@ -232,8 +229,7 @@ class Drafting(NamedTuple):
 
 class DraftedSession(Session):
     """A :class:`Session` that draws several tokens in one pass where ``draft`` guesses them; ``length`` is the largest
-    number of guesses. Rows keep step: each row takes as many tokens of a pass as the row with the fewest right
-    guesses."""
+    number of guesses. Rows keep step: each takes as many tokens of a pass as the row with the fewest right ones."""
 
     def __init__(
         self, model: CausalModel, draft: Draft, batch: int = 1, *, length: int = 4, **options: Unpack[SessionOptions]
@@ -346,8 +342,7 @@ class DraftedSession(Session):
         return guesses
 
     def _check(self, guesses: Tensor) -> None:
-        """Absorb the pending tokens and ``guesses`` [batch, n], draw the tokens after them, and keep the right
-        guesses."""
+        """Absorb the pending tokens and ``guesses`` [batch, n], draw the tokens after them, keep the right guesses."""
         self.mark()
         number = guesses.shape[1]
         tokens, valid = joined([*self._pending, Entry(guesses, None, [number] * self.batch, None)])
@@ -402,8 +397,7 @@ class Passes:
         return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
 
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
-        """Return a recorded pass that begins at ``state``, recorded before or now; None where no recording fits or pays
-        yet."""
+        """Return a recorded pass that begins at ``state``; None where no recording fits or pays yet."""
         for recording in recordings_of(self.model):
             if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
                 return running

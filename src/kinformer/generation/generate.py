@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,10 +14,14 @@ from torch import Tensor, nn
 
 from kinformer.core.model import CausalModel
 from kinformer.generation.drafts import DraftedSession, draft_of
-from kinformer.generation.packed import inference_copy
 from kinformer.generation.sampling import SamplingOptions
 from kinformer.generation.session import Session
+from kinformer.generation.weights import inference_copy
 from kinformer.runtime.errors import KinformerError, require, require_kind
+
+if TYPE_CHECKING:
+    from kinformer.models.decoder import Decoder
+    from kinformer.models.encoder import Encoder
 
 MOST_NEW = 256
 """How many tokens are drawn where no number is given."""
@@ -50,7 +54,7 @@ def evaluating(model: object) -> Iterator[None]:
 
 
 def generate(
-    model: CausalModel,
+    model: CausalModel | Decoder | Encoder,
     prompt_tokens: Tensor | np.ndarray | Sequence[Sequence[int]],
     *,
     max_new_tokens: int | None = None,
@@ -61,18 +65,20 @@ def generate(
     weights: str | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Tensor:
-    """Continue ``prompt_tokens`` [batch, time] int64 by at most ``max_new_tokens`` (by default 256, or as
-    many as the model's positions allow); return the new ones [batch, new].
+    """Continue prompts and return the new tokens [batch, new] int64.
 
-    The prompt may also be a NumPy array, or lists of ids of one length. ``valid`` [batch, time] bool marks the real
-    tokens of prompts of different lengths. A row ends with the first of the token sequences ``stop`` that it produces
-    (included in the result, then repeated to its end by its last token); when every row has ended, ``new`` is smaller.
-    ``sampling``: ``temperature`` (1.0; 0 is greedy), ``top_k``, ``top_p``, ``min_p``,
-    ``repetition_penalty`` (1.0: none) and ``seed``; row r draws from stream r of
-    the seed. The model is in eval mode meanwhile. A ``draft`` ("ngram", "mtp" or a causal model of the same tokens)
-    guesses up to ``draft_length`` tokens ahead. Generation is faster where the guesses are often right, and the drawn
-    tokens are the same. On a CPU the tokens are drawn by a copy of the model for inference, which the model stores
-    (``generation.packed.inference_copy``), with ``weights`` in the type "fp32", "bf16" or "int8" (None: as they are).
+    model: a causal model, which is in eval mode meanwhile.
+    prompt_tokens: ids [batch, time]: an int64 tensor, a NumPy array, or lists of one length.
+    max_new_tokens: the most tokens to draw for each row; if not given, 256, or fewer where the model's positions end.
+    stop: sequences of ids; each ends a row as soon as the row has produced it. The row is filled up with its last
+        token; when every row has ended, ``new`` is smaller.
+    valid: [batch, time] bool, the real tokens of prompts of different lengths.
+    draft: "ngram", "mtp" or a smaller model, which guesses ``draft_length`` tokens at most. The drawn tokens are the
+        same, faster where the guesses are often right (``generation.drafts``).
+    weights: "fp32", "bf16" or "int8", the type of the weights in memory; if not given, the model's. On a CPU, the model
+        stores the copy that draws the tokens, so its weights are in memory twice until the model is freed or changed.
+    sampling: ``temperature`` (1.0; 0 takes the most probable), ``top_k``, ``top_p``, ``min_p``,
+        ``repetition_penalty`` (1.0), ``seed``; row r draws from stream r of the seed.
 
     Errors: ``KinformerError`` where the tokens would go beyond the model's positions, before anything is computed.
     """

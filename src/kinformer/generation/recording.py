@@ -83,8 +83,7 @@ class Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operators that are called while this mode is on; ``captured`` are the tensors that existed before, except for
-    the ``inputs``."""
+    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -162,8 +161,7 @@ class Tape(TorchDispatchMode):
 
 
 class _Operator(NamedTuple):
-    """The facts of an operator: whether the host may read its result, for a composite operator the function that calls
-    its operators, and each parameter's name and default."""
+    """An operator: whether the host may read its result, the function of its parts, and its parameters."""
 
     reads: bool
     parts: Callable[..., object] | None
@@ -527,8 +525,7 @@ class Recording:
         self.holds = Unchanged([model]).holds
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
-        """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes, than
-        the recording was checked for."""
+        """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes."""
         narrow = autocast_dtype(next(tensors(state)).device) is not None
         if narrow or time != self.time or _form(state) != self._form:
             return None
@@ -658,8 +655,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
 
 
 def _twins(leaves: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return the numbers of leaves with equal whole numbers, such as the positions that every layer counts: the first
-    and another one."""
+    """Return the numbers of leaves with equal whole numbers, such as every layer's positions: a first and another."""
     firsts: list[int] = []
     twins = []
     for number, leaf in enumerate(leaves):

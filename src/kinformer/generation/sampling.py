@@ -42,8 +42,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings of sampling: ``temperature`` 0 takes the most probable token,
-    ``seed`` None is PyTorch's next number."""
+    """The settings of sampling: ``temperature`` 0 is greedy, ``seed`` None is PyTorch's next number."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -167,8 +166,7 @@ def penalise_repetition(logits: Tensor, present: Tensor, penalty: float) -> Tens
 
 
 def draw(logits: Tensor, sampling: Sampling, uniform: Callable[[], Tensor]) -> Tensor:
-    """Return tokens [batch] int64 for ``logits`` [batch, vocab] by the numbers from [0, 1) that ``uniform`` gives,
-    [batch, 1] float64; a greedy draw takes none."""
+    """Return tokens [batch] int64 for ``logits`` [batch, vocab] by ``uniform``, [batch, 1] float64, unless greedy."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     probabilities, tokens = candidates(logits, sampling)
@@ -185,8 +183,7 @@ def _uniforms(seed: int | None, stream: int, block: int) -> np.ndarray:
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Return weights [batch, n] float64 (0 where excluded) and the tokens [batch,
-    n] they belong to; None: all, in order."""
+    """Return weights [batch, n] float64 (0 where excluded) and their tokens [batch, n]; None: all, in order."""
     tokens = None
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         logits, tokens = logits.topk(sampling.top_k, dim=-1)
@@ -215,8 +212,7 @@ Watched = tuple[list[tuple[int, ...]], list[bool]]
 
 
 class StopTokens:
-    """A watch on each row for any of some token sequences, however steps cut
-    them; ended rows repeat their last token."""
+    """A watch on each row for some token sequences, however steps cut them; ended rows repeat their last token."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], batch: int) -> None:
         if not isinstance(sequences, list | tuple):
@@ -236,8 +232,7 @@ class StopTokens:
         return bool(self.sequences) and all(self.ended)
 
     def watch(self, tokens: Tensor) -> Tensor:
-        """Return the tokens [batch] to report: ``tokens``, with the last token of its row in place of the token of an
-        ended row."""
+        """Return the tokens [batch] to report: ``tokens``, but the last token of its row in an ended row."""
         fresh = tokens.tolist()
         reported = [
             tail[-1] if ended else token for token, tail, ended in zip(fresh, self.tails, self.ended, strict=True)
@@ -316,11 +311,9 @@ class Decoder(Protocol):
 
     def feed(self, token: int) -> str:
         """Return the text that ``token`` completes, possibly empty."""
-        ...
 
     def finish(self) -> str:
         """Return the text that was still waiting."""
-        ...
 
 
 def ends_of_text(model: Model) -> tuple[int, ...]:

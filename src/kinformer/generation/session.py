@@ -134,8 +134,7 @@ def joined(entries: Sequence[Entry]) -> tuple[Tensor, Tensor | None]:
 
 @dataclass
 class Mark:
-    """A ``state`` (None: of new sequences), the ``logits`` and head inputs (``ends``) behind it, and the ``entries``
-    that follow."""
+    """A ``state`` (None: new), the ``logits`` and head inputs (``ends``) there, and the ``entries`` that follow."""
 
     state: State
     logits: Tensor | None
@@ -150,8 +149,7 @@ class Mark:
 
 
 class History:
-    """The marks of a session that can go back by up to ``bound`` tokens of each row; the oldest mark lies at least as
-    far back, where the text is long enough."""
+    """The marks of a session that can go back by ``bound`` tokens of each row; the oldest lies as far back."""
 
     def __init__(self, bound: int, batch: int) -> None:
         self.bound, self.batch = bound, batch
@@ -181,8 +179,7 @@ class History:
         self._forget()
 
     def drop(self, counts: Sequence[int]) -> list[Entry]:
-        """Drop the last ``counts`` tokens of each row, and the marks within these tokens; return the dropped entries,
-        the last first."""
+        """Drop the last ``counts`` tokens of each row and the marks within; return the dropped entries, last first."""
         while any(map(int.__lt__, self._since(self.marks[-1]), counts)):
             self.marks.pop()
         retained: list[Entry] = []
@@ -275,8 +272,7 @@ class Steps:
         self.running = None
 
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
-        """Return a recorded step that begins at ``state``, recorded before or now; None where no recording fits or pays
-        yet."""
+        """Return a recorded step that begins at ``state``; None where no recording fits or pays yet."""
         if not self.recorded:
             return None
         for recording in self._earlier():
@@ -293,8 +289,7 @@ class Steps:
         return None
 
     def _earlier(self) -> Sequence[Recording]:
-        """Return recordings that may fit: the last recording of this session, or every ``_LOOKS_EVERY`` steps all
-        recordings of the model."""
+        """Return recordings that may fit: this session's last, or every ``_LOOKS_EVERY`` steps all of the model."""
         if self._recording is not None and not self._recording.holds():
             self._recording, self.record_at = None, self.made + _LOOKS_EVERY
         if self._recording is not None:
@@ -328,8 +323,7 @@ class Session:
     model reads at a time. ``room`` is the expected number of further tokens (a hint). The rest is :class:`Sampling`.
 
     With ``recorded``, the steps of long generation are recorded where possible (see ``generation.recording``) and then
-    take less time; the drawn tokens are the same. ``rewind`` is the largest number of tokens that :meth:`rewind` can
-    take back.
+    take less time; the drawn tokens are the same. ``rewind`` is the most tokens that :meth:`rewind` can take back.
     """
 
     def __init__(

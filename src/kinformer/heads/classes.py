@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -70,7 +69,6 @@ class PooledHead(PoolingHead):
     The head returns the vector [batch, dim] itself, for a model that another one uses.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "pooled"
         per_position = False
@@ -93,7 +91,6 @@ class ClassificationHead(PoolingHead):
     ``multi_label``: whether a sequence may have several classes, each with the probability sigmoid(logit).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "classification"
         LEAST = {"classes": 2}
@@ -124,7 +121,6 @@ class LinearClassificationHead(PoolingHead):
     """The head hidden_states [batch, time, dim] -> logits [batch, classes]: output(pooled), as ViT's (Dosovitskiy et
     al. 2020). ``pooling`` as of :class:`PoolingHead`; the first token is the class token of images."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "linear_classification"
         LEAST = {"classes": 2}
@@ -153,10 +149,8 @@ class LinearHead(nn.Module):
 
 
 class TokenClassificationHead(LinearHead):
-    """The head of classes of tokens. A causal model that classifies whole texts has this head too: the logits of the
-    last token count."""
+    """The head of classes of tokens; of whole texts in a causal model, by the logits of the last token."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "token_classification"
         LEAST = {"classes": 2}
@@ -168,10 +162,8 @@ class TokenClassificationHead(LinearHead):
             return TokenClassificationHead(dim, self.classes, self.bias, self.dropout)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SpanHead(HeadConfig):
-    """The head hidden_states [batch, time, dim] -> logits [batch, time, 2] of the first and the last token of an answer
-    (Devlin et al. 2018, section 4.2)."""
+    """The head -> logits [batch, time, 2] of an answer's first and last token (Devlin et al. 2018, section 4.2)."""
 
     kind = "span"
     classes: ClassVar[int] = 2
@@ -190,7 +182,6 @@ class DistilledHead(nn.Module):
     """Two classifiers, of the class token and of the distillation token (Touvron et al. 2020, DeiT, section 4): in
     training both logits [batch, 2, classes], else their mean [batch, classes]."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "distilled"
         LEAST = {"classes": 2}
@@ -215,10 +206,8 @@ class DistilledHead(nn.Module):
 
 
 class CTCHead(LinearHead):
-    """The head of connectionist temporal classification (Graves et al. 2006): a symbol or none, position by position.
-    Class 0 is the blank, no symbol."""
+    """The head of connectionist temporal classification (Graves et al. 2006): a symbol, or class 0, the blank."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "ctc"
         LEAST = {"classes": 2}
@@ -236,7 +225,6 @@ LOWEST_LOG_STD, HIGHEST_LOG_STD = -5.0, 2.0
 class DiscreteActions(LinearHead):
     """The head of discrete actions: hidden_states [batch, time, dim] -> logits [batch, time, actions]."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "discrete_actions"
         LEAST = {"actions": 2}
@@ -255,7 +243,6 @@ class ContinuousActions(nn.Module):
     deviation, from -5 to 2 (Zheng et al. 2022, Online Decision Transformer, section 4.1).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "continuous_actions"
         LEAST = {"action_dim": 1}
@@ -296,7 +283,6 @@ class PolicyAndValue(nn.Module):
     """A policy and the value of a state, from one hidden state (Mnih et al. 2016, section 4): the outputs [batch, time,
     n + 1] are the outputs of the head ``policy``, and last the expected discounted return."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "policy_and_value"
         policy: HeadConfig = DiscreteActions.Config(actions=2)

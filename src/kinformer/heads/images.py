@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -43,7 +42,6 @@ class LogisticMixture(Likelihood):
     position has 3 * mixtures numbers, 10 * mixtures for three channels. ``floor``: the least logarithm of a scale.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "logistics"
         LEAST = {"mixtures": 1}
@@ -140,7 +138,6 @@ class MaskedPatchesHead(nn.Module):
     wide. Pixels [batch, patches, channels * patch^2] are cut by ``Patches.cut`` and normalised like the input.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "masked_patches"
         layers: tuple[EncoderLayerConfig, ...]
@@ -223,7 +220,6 @@ class PatchColoursHead(nn.Module):
     ``bits``: bits for each channel of a colour. ``mask`` [width]: the encoder's vector in place of a masked patch.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "patch_colours"
         bits: int = 3

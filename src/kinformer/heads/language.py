@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isfinite, log, log1p
 
 import torch
@@ -26,7 +25,6 @@ class LanguageModelHead(OutputProduct):
     tanh(x / softcap) (Gemma 2).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "language"
         tied: bool = True
@@ -79,7 +77,6 @@ class MaskedLanguageHead(nn.Module):
     """The masked-language-model head (Devlin et al. 2018): hidden states h [..., dim] -> logits [..., vocab] =
     norm(gelu(W h + b)) E^T + c. ``tied``: E is the embedding. ``bias``: whether there is b, and one of the norm."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "masked_language"
         tied: bool = True
@@ -126,7 +123,6 @@ class AdaptiveSoftmax(nn.Module):
     ``adaptive`` embedding with the same clusters, or (``divisor = 1``) one table of the model's width.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "adaptive"
         cutoffs: tuple[int, ...] = (20000, 40000, 200000)
@@ -213,7 +209,6 @@ class ModulusHead(nn.Module):
     """Head of a complex model (Wang et al. 2020): hidden states [real; imaginary] -> inner(|real + i imaginary| /
     divisor). ``EPS`` under the root keeps the gradient finite at 0."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "modulus"
         ABOVE = {"divisor": 0}
@@ -320,7 +315,6 @@ class SpalmHead(nn.Module):
     gives every feature a separate gate; w is then a matrix.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(NeedsStore, HeadConfig):
         kind = "spalm"
         elementwise: bool = False

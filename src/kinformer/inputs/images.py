@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any, Literal
 
@@ -46,11 +45,9 @@ class Pixels(Input):
     every block sees START, and no cell sees the last value of a block (the Image Transformer's code in 2D, which shifts
     every block separately). ``shifted``: position t holds the value before cell t, which is predicted there; False, in
     an encoder: position t holds the value of cell t, without START. ``classes``: the number of image classes, 0 for
-    none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), so chunks work as for
-    any sequence.
+    none. The vector of the class is added at every position (Parmar et al. 2018, section 5.2), in any chunk.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "pixels"
         LEAST = {"height": 1, "width": 1, "channels": 1}
@@ -246,7 +243,6 @@ class Patches(Input):
     ``activation``: behind the product.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "patches"
         whole = True
@@ -413,7 +409,6 @@ class Tiles(Input):
     ``frozen``: the encoder is not trained and stays in eval mode.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tiles"
         whole = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -108,8 +107,7 @@ class RunningNorm:
 
 
 def normalised_features(samples: Tensor, bank: Filterbank, causal: bool) -> Tensor:
-    """Return features [frames, mels] of sound, float32 [time]; for a ``causal`` model, normalised by the frames so
-    far."""
+    """Return features [frames, mels] of sound, float32 [time]; ``causal``: normalised by the frames so far."""
     features = bank(samples)
     return RunningNorm()(features) if causal else normalised(features)
 
@@ -142,7 +140,6 @@ class Frames(Input):
     With no convolutions a position is one frame, projected.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "frames"
         LEAST = {"mels": 1}
@@ -200,7 +197,6 @@ class Observations(Input):
     """Observations of an agent, one position each: norm(W [o; 1]) of values [batch, time, observation_dim] float. The
     norm makes vectors of one size of observations of any; the 1 beside them preserves how large an observation is."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "observations"
         LEAST = {"observation_dim": 1}
@@ -272,7 +268,6 @@ class Steps(Input):
     first step in the row; rows then hold every position.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "steps"
         LEAST = {"state_dim": 1, "action_dim": 1, "timesteps": 1}

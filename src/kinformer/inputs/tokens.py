@@ -21,7 +21,6 @@ from kinformer.runtime.errors import KinformerError, plural
 class Lookup(nn.Embedding):
     """The table of one vector per token, wherever it stands."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "lookup"
         by_vocabulary = True
@@ -42,7 +41,6 @@ class Tokens(Input):
     with an ``eos_token``; there may be several.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "tokens"
         LEAST = {"vocab_size": 1, "types": 0}
@@ -118,8 +116,7 @@ class Tokens(Input):
 
 
 class Tables(NamedTuple):
-    """The tables that a tied adaptive head shares in place of one weight: of each cluster the table [size, width] and
-    the projection [dim, width], None where there is none."""
+    """The tables of a tied adaptive head: of each cluster the table [size, width] and a projection [dim, width]."""
 
     tables: tuple[Tensor, ...]
     projections: tuple[Tensor | None, ...]
@@ -187,7 +184,6 @@ class AdaptiveEmbedding(nn.Module):
     begin at N(0, 0.01), as the authors'.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "adaptive"
         cutoffs: tuple[int, ...] = (20000, 40000, 200000)
@@ -232,12 +228,10 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class GlobalInput(nn.Module):
-    """The global input's tokens: how many there are, their vectors, and the
-    sentences of the long input they stand for."""
+    """The tokens of a global input: their number, their vectors, and the sentences of the long input for them."""
 
     def sentences(self, batch: int, time: int, device: torch.device) -> Tensor | None:
-        """Return the sentence of each token where the caller names none,
-        [batch, time] int64; None if there are none."""
+        """Return the sentence of each token [batch, time] int64 where the caller names none; None if there are none."""
         return None
 
     def count(self, sentences: Tensor | None, time: int) -> int:
@@ -259,10 +253,8 @@ class GlobalInputConfig(Config):
 
 
 class ExtraTokens(GlobalInput):
-    """The global input of ``count`` tokens with one learnt vector each: Big Bird's extended construction
-    (BigBird-ETC)."""
+    """The global input of ``count`` tokens with one learnt vector each (Big Bird's extended construction)."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "extra"
         LEAST = {"count": 1}
@@ -285,7 +277,6 @@ class Sentences(GlobalInput):
     Where the caller gives no sentences, every ``length`` tokens are one.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(GlobalInputConfig):
         kind = "sentences"
         length: int = 64

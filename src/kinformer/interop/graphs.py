@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from kinformer.core.config import Config, field_types
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.stack import ModelConfig
-from kinformer.core.state import BATCH, PAST, Leaf, leaves_of, map_tensors, named_leaves, unflattened
+from kinformer.core.state import map_tensors
+from kinformer.generation.weights import BATCH, PAST, Leaf, leaves_of, named_leaves, unflattened
 from kinformer.interop.proof import gap as relative_gap
 from kinformer.runtime.compiling import HostDriven, Operator, substituting, trusted_arguments
 from kinformer.runtime.draws import private_numbers

@@ -57,8 +57,7 @@ class BandTile(NamedTuple):
 
 
 def limits(visibility: Visibility, time: int, slots: int) -> tuple[int, int]:
-    """Return ``(behind, ahead)`` as numbers for ``time`` queries at the last of
-    ``slots`` slots, with all slots for None."""
+    """Return ``(behind, ahead)`` as numbers for ``time`` queries at the last of ``slots`` slots; None is all."""
     assert visibility.pattern is not None and visibility.pattern.band is not None
     behind, ahead = visibility.pattern.band
     if ahead is None or ahead > 0:
@@ -218,8 +217,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
 
 def _rows(x: Tensor, *shape: int) -> Tensor:
-    """Return ``x`` as [batch * heads, time, width] (or ``shape``), copied only if
-    its rows of ``width`` are not adjacent."""
+    """Return ``x`` as [batch * heads, time, width] (or ``shape``), copied if its rows are not adjacent."""
     if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         x = x.contiguous()
     return x.reshape(shape) if shape else x.flatten(0, 1)
@@ -259,8 +257,7 @@ class _Work:
         return x[tile.heads, :, tile.queries].flatten(1, 2)
 
     def product(self, tile: BandTile, left: Tensor, right: Tensor, wide: Tensor, narrow: Tensor | None) -> Tensor:
-        """Compute left @ right^T into the scratch ``wide``, by way of ``narrow``
-        where inputs are of a lower precision."""
+        """Compute left @ right^T into the scratch ``wide``, by way of ``narrow`` for inputs of a lower precision."""
         out = self.shaped(wide, tile)
         if narrow is None:
             return torch.bmm(left, right.mT, out=out)

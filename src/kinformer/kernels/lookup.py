@@ -110,15 +110,13 @@ class Floats(_Numbered):
         return keys.to(self.q.dtype)
 
     def write(self, out: Tensor, keys: Tensor, queries: slice, rows: Tensor) -> None:
-        """Write numbered scores of ``keys`` [n, head_dim] and some queries to
-        ``out`` [n, queries] of ``whole`` numbers."""
+        """Write numbered scores of ``keys`` [n, head_dim] and queries to ``out`` [n, queries] of ``whole`` numbers."""
         out.view(self.dtype).copy_(keys @ self.q[queries].T).add_(_POSITIVE)
         out.bitwise_and_(-1 << self.bits).add_(rows)
 
 
 class Integers(_Numbered):
-    """Numbered scores from int8 products, of queries [queries, head_dim] and tensors
-    ``keys`` [n, head_dim] with one scale."""
+    """Numbered scores from int8 products, of queries [queries, head_dim] and ``keys`` [n, head_dim] of one scale."""
 
     whole = torch.int32
     base = 1 << 30
@@ -142,8 +140,7 @@ class Integers(_Numbered):
 
 
 def numbered(q: Tensor, keys: Sequence[Tensor], rows: int) -> Floats | Integers:
-    """Return the numbered scores of q [queries, head_dim] with ``keys`` [n, head_dim], of
-    which a bucket holds ``rows`` at most."""
+    """Return the numbered scores of q [queries, head_dim] with ``keys`` [n, head_dim], ``rows`` a bucket at most."""
     bits = (rows - 1).bit_length()
     many = q.dtype == torch.float32 and sum(map(len, keys)) >= _MANY
     fine = _longest(q.shape[1], bits) >= _INT8
@@ -310,8 +307,7 @@ class Evicted(NamedTuple):
 
 
 class Subsequence(NamedTuple):
-    """Tokens ``begin .. end`` of a chunk, of one sequence: the first has ``position``; ``past``: the sequence began
-    before the chunk."""
+    """Tokens ``begin .. end`` of a chunk, of one sequence: its ``position``, and whether it began before (``past``)."""
 
     begin: int
     end: int

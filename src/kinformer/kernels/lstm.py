@@ -49,8 +49,7 @@ LSTM_IMPLS = names_of(LstmImpl)
 
 
 class Weights(NamedTuple):
-    """The weights: ``w`` [4 width, dim], ``u`` [4 width, width] and their biases [4
-    width], gates in the order i, f, g, o."""
+    """The weights: ``w`` [4 width, dim], ``u`` [4 width, width] and biases [4 width], gates in the order i, f, g, o."""
 
     w: Tensor
     u: Tensor

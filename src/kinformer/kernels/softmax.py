@@ -40,8 +40,7 @@ class AttentionDropout(NamedTuple):
         return cls(p, int(torch.randint(2**31, (), device="cpu"))) if training and p > 0 else None
 
     def retained_mask(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Return which probabilities are retained, all at once: a bool tensor of the
-        ``shape`` [batch, heads, time, slots]."""
+        """Return which probabilities are retained: a bool tensor of the ``shape`` [batch, heads, time, slots]."""
         batch, heads, time, slots = shape
         indices = (torch.arange(count, device=device) for count in (batch * heads, time, slots))
         rows, columns = dropout_words(self.seed, *indices)
@@ -200,8 +199,7 @@ class Gathered(NamedTuple):
     """Keys or values that a search chose for each query among the memories of its row and head; they take no gradient.
 
     ``slots`` [batch, heads, time, topk] int64 counts the slots of the memories, -1 stands for none. Memories are ranges
-    of ``tables`` [batch, heads, slots, width] that follow each other: of each, ``extents`` has the first slot and the
-    number of slots.
+    of ``tables`` [batch, heads, slots, width] that follow each other; ``extents``: their first slots and numbers.
     """
 
     slots: Tensor
@@ -244,8 +242,7 @@ MANY = 4
 
 
 def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
-    """Return the entries of ``table`` [heads, n, ...] (distances from ``lowest`` on) at ``distance``
-    [...], as [heads, ..., ...], 0 outside."""
+    """Return the entries of ``table`` [heads, n, ...] at ``distance`` [...], as [heads, ..., ...], 0 outside."""
     if not table.shape[1]:
         return table.new_zeros(table.shape[0], *distance.shape, *table.shape[2:])
     index = distance - lowest
@@ -255,8 +252,7 @@ def relative_at(table: Tensor, distance: Tensor, lowest: int) -> Tensor:
 
 
 def moved(scores: Tensor, q: Tensor, distance: Tensor, scoring: Scoring) -> Tensor:
-    """Return ``scores`` [batch, heads, m, n] of q [batch, heads, m, head_dim] with
-    the terms of ``distance`` [batch, m, n]."""
+    """Return ``scores`` [batch, heads, m, n] of q [.., m, head_dim] with the terms of ``distance`` [batch, m, n]."""
     relative = scoring.relative
     assert relative is not None
     if relative.factor is not None:
@@ -284,8 +280,7 @@ def _met(q: Tensor, table: Tensor, distance: Tensor, lowest: int) -> Tensor:
 
 
 def _entries(table: Tensor, distance: Tensor, lowest: int) -> tuple[Tensor, Tensor]:
-    """Return the entries of ``table`` [heads, n, ...] at ``distance`` [batch, m, n], and whether there is one, each
-    [batch, 1, m, n]."""
+    """Return the entries of ``table`` [heads, n, ...] at ``distance`` [batch, m, n], and whether there is one."""
     index = (distance - lowest)[:, None]
     last = table.shape[1] - 1
     return index.clamp(0, last), (index >= 0) & (index <= last)

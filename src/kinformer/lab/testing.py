@@ -22,8 +22,7 @@ from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.task import Task
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.testing import Check, Report, examine, named_checks, verdict
-from kinformer.testing.subject import require
+from kinformer.testing.subject import Check, Report, examine, named_checks, require, verdict
 
 if TYPE_CHECKING:
     from kinformer.lab.runs.run import Run

@@ -10,7 +10,7 @@
     normaliser sum  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = a_t z_(t-1) + phi(k_t)
     normaliser attention  y_t = S_t^T phi(q_t) / (phi(q_t) . z_t + eps),    z_t = z_(t-1) + phi(k_t)
 
-The normaliser ``attention`` also divides the values that the delta rule corrects (``kernels.linear.across``). The
+The normaliser ``attention`` also divides the values that the delta rule corrects (``kernels.delta``). The
 Linear Transformer (Katharopoulos et al. 2020) has the rule linear, elu + 1 and the normaliser; fast weights (Schlag et
 al. 2021, equations 23-25) the delta rule; RetNet, Random Feature Attention, GLA and Gated DeltaNet decays a_t. Mamba-2
 (Dao and Gu 2024) is the rule linear of keys B_t and queries C_t that heads share, with values x_t that enter by a step,
@@ -50,8 +50,8 @@ from kinformer.core.parts import (
 )
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl
-from kinformer.kernels.linear import LinearState, check_triton
-from kinformer.kernels.linear.across import running_maximum
+from kinformer.kernels.linear import running_maximum
+from kinformer.kernels.linear.sequence import LinearState, check_triton
 from kinformer.parts.decays import DecayConfig
 from kinformer.parts.feature_maps import Elu
 from kinformer.parts.output_parts import (
@@ -208,7 +208,7 @@ class KernelState(NamedTuple):
 
     kv: [batch, heads, features, value_dim]; z: [batch, heads, features], the normaliser's sum; recent: [batch,
     key_heads, convolution - 1, channels], projected tokens; maximum: [batch, key_heads] int64
-    (``kernels.linear.across``); seen: [batch] int64, for positions and the maximum.
+    (``kernels.linear``); seen: [batch] int64, for positions and the maximum.
     """
 
     kv: Tensor

@@ -30,9 +30,8 @@ from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, SequenceCon
 from kinformer.core.parts import ResidualOutput, head_width, merge_heads
 from kinformer.core.probe import KERNEL, no_weights, probe
 from kinformer.kernels import LinearImpl, LstmImpl
-from kinformer.kernels.delta import DeltaTokens
-from kinformer.kernels.linear import check_triton
-from kinformer.kernels.linear.across import delta_across
+from kinformer.kernels.delta import delta_across
+from kinformer.kernels.linear.sequence import DeltaTokens, check_triton
 from kinformer.kernels.lstm import Weights, lstm
 from kinformer.parts.output_parts import convolve
 from kinformer.runtime.autograd import no_autocast

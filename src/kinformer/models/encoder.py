@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch.nn.functional import pad
 
 from kinformer.blocks.residual import Initialisation, LayerNorm, NormConfig
 from kinformer.core.config import Config
-from kinformer.core.contract import ReadsSource, left_align, select_valid
+from kinformer.core.contract import ReadsSource, StateOptions, left_align, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.encoder import (
     NEEDS_PATCHES,
@@ -26,15 +25,13 @@ from kinformer.core.model import Encoded, SourceModel, WholeModel
 from kinformer.core.parts import Input, InputConfig, PositionConfig
 from kinformer.core.stack import StackConfig
 from kinformer.inputs.tokens import GlobalInputConfig
-from kinformer.models.base import CommonConfig, CommonModel, Trunk
-from kinformer.models.decoder import Decoder, DecoderState
+from kinformer.models.decoder import CommonConfig, CommonModel, Decoder, DecoderState, Trunk
 from kinformer.runtime.errors import KinformerError
 from kinformer.stacks.sequential import Sequential
 
 # The trunk of encoders: it left-aligns rows, places global tokens and a global input, and applies its stack.
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReaderConfig(Config):
     """The fields of all encoders of full sequences. Without ``kinds`` the first ``global_tokens`` tokens are global."""
 
@@ -170,8 +167,7 @@ class Reader(Trunk):
 def _with_global_input(
     text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
 ) -> SequenceContext:
-    """Return the context ``text`` after ``count`` global tokens; if global tokens stand for sentences, only tokens with
-    a sentence are valid."""
+    """Return ``text`` after ``count`` global tokens; where they stand for sentences, tokens without one are invalid."""
     batch, time = positions.shape
     valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
     if sentences is None:
@@ -193,7 +189,6 @@ class Encoder(Reader, CommonModel):
     the first ``global_tokens`` tokens are global. ``global_input`` puts further global tokens before the caller's.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CommonConfig, ReaderConfig):
         kind = "encoder"
         protocol = WholeModel
@@ -239,10 +234,8 @@ class Encoder(Reader, CommonModel):
 
 
 class SourceEncoder(Reader):
-    """The encoder of the source: values [batch, length, ...] -> hidden states [batch,
-    length, dim], zero where not ``valid``."""
+    """The encoder of the source: values [batch, length, ...] -> [batch, length, dim], zero where not ``valid``."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ReaderConfig):
         """The config; ``input`` None shares the decoder's input. ``dropout`` acts on the first layer's input."""
 
@@ -275,10 +268,8 @@ class SourceEncoder(Reader):
 
 
 class EncoderDecoder(Decoder):
-    """A :class:`Decoder` whose new sequences begin over a source; its config has the decoder's fields and
-    ``encoder``."""
+    """A :class:`Decoder` whose new sequences begin over a source; its config has ``encoder`` too."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(Decoder.Config):
         kind = "encoder_decoder"
         protocol = SourceModel
@@ -321,19 +312,11 @@ class EncoderDecoder(Decoder):
         state = self.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
         return state._replace(seen=crossing.before)
 
-    def initial_state(
-        self,
-        batch: int,
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        source: Tensor | None = None,
-        source_valid: Tensor | None = None,
-    ) -> DecoderState:
+    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> DecoderState:
         """Return the state of ``batch`` new sequences over an encoded ``source`` [batch, length, width]."""
-        if source is None:
+        if options.get("source") is None:
             raise KinformerError("this model continues a source; begin with state = model.begin(source, valid).")
-        return super().initial_state(batch, device=device, dtype=dtype, source=source, source_valid=source_valid)
+        return super().initial_state(batch, **options)
 
 
 PARTS = {"EncoderModel": Encoder.Config, "EncoderDecoderModel": EncoderDecoder.Config}

@@ -22,6 +22,7 @@ from kinformer.core.contract import (
     MixerConfig,
     ReadsSource,
     RecomputesKV,
+    StateOptions,
     left_align,
     require_input,
     select_valid,
@@ -31,7 +32,6 @@ from kinformer.core.encoder import (
     EncoderMixer,
     EncoderMixerConfig,
     SequenceContext,
-    StateOptions,
     global_positions,
 )
 from kinformer.core.stack import Stack, StackConfig
@@ -451,8 +451,10 @@ class LayerRecord:
 
 
 def layers() -> list[LayerRecord]:
-    """Return the records of all names that :func:`layer` takes: the members, then the mixers without a member of the
-    same name."""
+    """Return the records of all names that :func:`layer` takes: the members, then mixers of other names.
+
+    ``print(record)`` shows the settings and their defaults.
+    """
     members = [member(name) for name in FAMILY]
     records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
     table, names = kinds(), {record.name for record in records}
@@ -475,8 +477,29 @@ def layer(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **settings: object,
-) -> CausalLayer | Any:
-    """Return one layer of a member as a module; see :func:`kinformer.layer`."""
+) -> CausalLayer | Any:  # a BidirectionalLayer by the name of an encoder; type checkers then require no check
+    """Build one layer of a member for a model of your own: a module [batch, time, dim] -> [batch, time, dim].
+
+        layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)
+        y = layer(x)                                             # a full sequence
+        y, state = layer(x, state=None, return_state=True)       # any chunk; see ``kinformer.nn.CausalLayer``
+
+    name: a member or mixer (see :func:`layers`), or a config of parts, such as ``kinformer.nn.SoftmaxAttention(...)``.
+    dim: the width.
+    whole: build the member's whole layer, with norms, residuals and feed-forward, instead of its mixer alone.
+    causal: False for the bidirectional form, which reads whole sequences, where the mechanism has one.
+    recipe: the recipe of the member for missing settings. If its number of heads does not divide dim, the next smaller
+        divisor is taken.
+    settings: settings of the mixer and of the parts inside by name, such as ``num_heads``, ``window``, ``num_kv_heads``
+        and ``features``; with ``whole`` also the layer's. A part may be a name (``position="rope"``), a mapping
+        (``pattern={"kind": "local", "window": 64}``) or a config.
+    set: settings inside parts by their paths, such as ``{"pattern.window": 64}``.
+    device, dtype: the device and type of the weights, which PyTorch's global generator initialises.
+
+    Positions that a member adds to its tokens, outside attention, are not part of a layer.
+
+    Errors: ``KinformerError`` for unknown names and settings, and sizes that do not fit each other.
+    """
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
         raise KinformerError(f"dim is {dim!r}, but must be a whole number of 1 or more, the width of the layer.")
     config = layer_config(name, dim, whole=whole, causal=causal, recipe=recipe, set=set, **settings)
@@ -497,7 +520,7 @@ def layer_config(
 ) -> LayerConfig | EncoderLayerConfig | MixerConfig | EncoderMixerConfig:
     """Return the config that :func:`layer` builds; without ``dim``, and in a config, the number of heads stays."""
     if isinstance(settings.get("block"), bool):  # the former name of `whole`; mixers have a setting `block`, a number
-        warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=4)
+        warnings.warn("kinformer.layer: `block=True` is now `whole=True`.", FutureWarning, stacklevel=3)
         whole = bool(settings.pop("block"))
     if not isinstance(whole, bool):
         raise KinformerError(f"whole is {whole!r}, but must be True for a whole layer, or False for its mixer.")
@@ -720,8 +743,7 @@ def _summary(config: Config) -> list[str]:
 
 
 def _heads(config: Any, dim: int) -> dict[str, int]:
-    """Return a change of the number of heads to the next smaller divisor of ``dim``, where the recipe's number does not
-    divide ``dim``."""
+    """Return a change of the number of heads to the next smaller divisor of ``dim``, where it is none."""
     mixer = _mixer_config(config)
     heads = getattr(mixer, "num_heads", None)
     if heads is None or getattr(mixer, "head_dim", None) is not None or dim % heads == 0:
@@ -731,8 +753,7 @@ def _heads(config: Any, dim: int) -> dict[str, int]:
 
 
 def _changed(config: C, changes: Mapping[str, object]) -> C:
-    """Return ``config`` after ``changes``. The table of all kinds takes a while to import, so it is read only where a
-    change names a part."""
+    """Return ``config`` after ``changes``. Importing all kinds is slow, so only a change that names a part does it."""
     plain = all(value is None or isinstance(value, bool | int | float | Config) for value in changes.values())
     return override(config, changes, {} if plain else kinds())
 

@@ -1,5 +1,4 @@
-"""Attention behind the interfaces of PyTorch: a function of queries, keys and values, and a module that stands in for
-``torch.nn.MultiheadAttention``."""
+"""Attention behind the interfaces of PyTorch: a function, and a stand-in for ``torch.nn.MultiheadAttention``."""
 
 from __future__ import annotations
 

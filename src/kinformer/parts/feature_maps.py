@@ -226,7 +226,7 @@ class Favor(FeatureMap, Resampled):
 
     The authors subtract from the exponents of keys their maximum over all positions, which leaks the future. Here every
     key has its own maximum, and the logarithm of the missing factor is kept beside the features (see
-    ``kernels.linear.across``). There are m features, 2 m of the form trigonometric.
+    ``kernels.linear``). There are m features, 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down if None, as the authors advise. ``orthogonal``: rows of W
     are orthogonal in groups of head_dim. ``redraw``: after how many training steps W is redrawn (0: never), which

@@ -16,11 +16,10 @@ from torch.nn.functional import pad
 
 from kinformer.core.crossing import Crossing
 from kinformer.kernels import LinearImpl
-from kinformer.kernels.delta import DeltaTokens
-from kinformer.kernels.linear import linear_attention
-from kinformer.kernels.linear.across import delta_across, linear_across, normalised_delta_rule
+from kinformer.kernels.delta import delta_across, normalised_delta_rule
+from kinformer.kernels.linear import linear_across, linear_attention
 from kinformer.kernels.linear.levels import LeveledTokens, leveled_attention
-from kinformer.kernels.linear.sequence import LinearSequence, LinearState
+from kinformer.kernels.linear.sequence import DeltaTokens, LinearSequence, LinearState
 from kinformer.runtime.autograd import Context, first_order, no_autocast, transformed
 from kinformer.runtime.errors import KinformerError
 
@@ -148,7 +147,7 @@ class DeltaRule(LinearRule):
 
 
 class AveragedDeltaRule(LinearRule):
-    """The delta rule that corrects and reads averages (``kernels.linear.across.normalised_delta_rule``)."""
+    """The delta rule that corrects and reads averages (``kernels.delta.normalised_delta_rule``)."""
 
     def forward(self, tokens: KernelTokens, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, beta, _, reset, _, positions, *_ = tokens

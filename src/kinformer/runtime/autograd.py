@@ -85,8 +85,7 @@ def first_order(name: str, remedy: str = REMEDY) -> Callable[[Callable[..., Grad
 
 
 class Context(FunctionCtx):
-    """The context that autograd passes to ``forward`` and ``backward`` of a function: saved tensors, and attributes
-    that ``forward`` sets for ``backward``."""
+    """The context of autograd for ``forward`` and ``backward`` of a function: saved tensors, and any attributes."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -94,9 +93,7 @@ class Context(FunctionCtx):
     if TYPE_CHECKING:
 
         def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-
         def __getattr__(self, name: str) -> Any: ...
-
         def __setattr__(self, name: str, value: Any) -> None: ...
 
 
@@ -124,8 +121,7 @@ def transformed() -> bool:
 
 
 def differentiated_again(*tensors: Tensor) -> bool:
-    """Return whether the surrounding transforms take more than a first derivative in reverse mode of ``tensors``, which
-    is all that PyTorch's own kernels have."""
+    """Return whether transforms take more than a first derivative in reverse mode, as PyTorch's kernels have it."""
     if not transformed():
         return False
     functorch = torch._C._functorch

@@ -36,8 +36,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Leave a function out of graphs: ``torch.compiler.disable``, which is called
-    once something has loaded the compiler."""
+    """Leave a function out of graphs: ``torch.compiler.disable``, called once the compiler is loaded."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         disabled: Callable[P, R] | None = None
@@ -81,8 +80,7 @@ def spared(optimiser: type[OptimizerT]) -> type[OptimizerT]:
 
 
 def constant(function: F) -> F:
-    """Mark a function as ``torch.compiler.assume_constant_result`` does: the function is called while a graph is
-    captured, and its result is a constant of the graph."""
+    """Mark a function as ``torch.compiler.assume_constant_result`` does: its result is a constant of a graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -234,8 +232,7 @@ class HostDriven:
 
 
 def is_empty_mask(output_mask: Tensor) -> bool:
-    """Return whether ``output_mask`` [batch, time] selects no token. A mask without positions, [batch, 0],
-    answers without a look at its entries."""
+    """Return whether ``output_mask`` [batch, time] selects no token; for [batch, 0] without reading entries."""
     return not output_mask.numel() or not output_mask.any()
 
 
@@ -244,8 +241,7 @@ _trusted: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def trusted_arguments() -> Iterator[None]:
-    """Skip a model's checks of its arguments within the context: they come from the model itself, such as a token drawn
-    from its logits, and the state that it returned."""
+    """Skip a model's checks of its arguments within the context, where they come from the model itself."""
     before = _trusted.set(True)
     try:
         yield
@@ -294,8 +290,7 @@ def like(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def replicated(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return the full ``value``, which all processes have, as an operand for tensors sharded like ``parameter``;
-    ``value`` itself if ``parameter`` is not sharded."""
+    """Return the full ``value``, which all processes have, as an operand for tensors sharded like ``parameter``."""
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import DTensor, Replicate

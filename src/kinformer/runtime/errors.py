@@ -108,8 +108,7 @@ def close_names(word: str, names: Iterable[str], limit: int = 3) -> list[str]:
 
 
 def nearest(word: str, names: Iterable[str], limit: int = 3) -> str:
-    """Return the valid names nearest to ``word`` as text for a message, or all valid names if none is near and they are
-    at most ``MOST_NAMES``."""
+    """Return the valid names nearest to ``word`` for a message, or all names if none is near and they are few."""
     names = sorted(set(names))
     close = close_names(word, names, limit)
     if len(names) > MOST_NAMES and not close:
@@ -157,8 +156,7 @@ def require_finite_number(option: str, value: float | None) -> None:
 
 
 def require(option: str, value: float | None, least: float, most: float | None = None) -> None:
-    """Raise a :class:`KinformerError` when the ``value`` of ``option`` is below ``least``, above ``most`` or no finite
-    number."""
+    """Raise a :class:`KinformerError` unless ``value`` is finite, ``least`` or more, and ``most`` at most."""
     require_finite_number(option, value)
     if value is not None and value < least:
         raise KinformerError(f"{marked(option)} is {value:g} but must be {least:g} or more.")
@@ -191,8 +189,7 @@ def require_above(option: str, value: float | None, bound: float) -> None:
 
 
 def require_share(option: str, value: float | None, zero: bool = False, one: bool = False) -> None:
-    """Raise a :class:`KinformerError` unless the ``value`` of ``option`` is above 0 (with ``zero``: at least 0) and
-    below 1 (with ``one``: at most 1)."""
+    """Raise a :class:`KinformerError` unless ``value`` is above 0 (``zero``: or 0) and below 1 (``one``: or 1)."""
     if value is not None and not (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
         least, most = "at least" if zero else "above", "at most" if one else "below"
         limits = "lie between 0 and 1" if zero and one else f"be {least} 0 and {most} 1"
@@ -230,8 +227,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 
 def require_ranges(values: Mapping[str, object], least: Mapping[str, float], above: Mapping[str, float]) -> None:
-    """Raise where a number of a config is not finite, outside the range of its name, below its ``least`` value, or not
-    ``above`` its bound."""
+    """Raise where a number of a config is not finite, or outside the range of its name, ``least`` or ``above``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -268,8 +264,7 @@ class Checked:
     SHARES: typing.ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        """Raise for a number outside its limits, NaN, infinity, too large numbers, and an empty path, which would be
-        the current folder."""
+        """Raise for a number outside its limits or not finite, and for an empty path, which is the current folder."""
         for cls in type(self).__mro__:
             for name, least in vars(cls).get("LEAST", {}).items():
                 require(name, getattr(self, name), least)
@@ -302,8 +297,7 @@ def optional(*names: str) -> Callable[[type[C]], type[C]]:
 
 
 def require_types(options: object, declared: type, names: Container[str] | None = None) -> None:
-    """Raise where the value of a field in ``options`` is not of the type that the dataclass ``declared`` declares;
-    ``names``: check only these fields."""
+    """Raise where a field of ``options`` is not of its type in the dataclass ``declared``; ``names``: only these."""
     for name, kind in _plain_types(declared).items():
         if names is None or name in names:
             require_kind(name, getattr(options, name), *kind)
@@ -363,8 +357,7 @@ def kind_name(kind: object) -> str:
 
 @cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """Return the text under every field of a dataclass and of its bases, by name, as one line; a class without source
-    code adds nothing."""
+    """Return the text under every field of a dataclass and its bases, by name; without source code there is none."""
     docs: dict[str, str] = {}
     for part in filter(is_dataclass, reversed(cls.__mro__)):
         try:

@@ -103,14 +103,12 @@ def reading(path: Path | str, what: str = "is damaged", remedy: str = "restore i
 
 
 def absolute(path: str | Path) -> Path:
-    """Return the absolute path of a file or folder, which need not exist; ``~`` is the user's own folder. A link to
-    itself is returned as it is, where ``Path.resolve`` raises."""
+    """Return the absolute path of a file or folder, which need not exist; a link to itself stays unresolved."""
     return Path(os.path.realpath(Path(path).expanduser()))
 
 
 def require_file(path: Path) -> None:
-    """Raise for a missing file and for anything except a regular file, before it is opened: a FIFO would block its
-    reader for ever."""
+    """Raise for a missing file, and for anything but a regular file: a FIFO would block its reader for ever."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -151,8 +149,7 @@ def signed(data: Mapping[str, object]) -> dict[str, object]:
 
 
 def require_signature(data: object, path: Path, required: bool = False) -> None:
-    """Raise where ``data``, read from ``path``, does not match its checksum from :func:`signed`; data without a
-    checksum passes unless it is ``required``."""
+    """Raise where ``data`` does not match its checksum from :func:`signed`, or lacks one that is ``required``."""
     if not isinstance(data, dict) or (required and CHECKSUM not in data):
         lacks = "does not have a checksum" if isinstance(data, dict) else f"is {type(data).__name__}, not a table"
         raise KinformerError(f"{path}: is damaged or by another version (it {lacks}); delete it, or restore a copy.")
@@ -345,8 +342,7 @@ def _make(folder: Path) -> list[Path]:
 
 
 def take(handle: int, wait: bool = False) -> bool:
-    """Lock the open file or folder ``handle`` until it is closed. Where another process holds the lock, return False,
-    or ``wait`` for it."""
+    """Lock the open ``handle`` until it is closed; return False, or ``wait``, where another process has the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -64,14 +64,12 @@ class Registration:
 
 Entry: TypeAlias = "EntryPoint | Registration"
 _registrations: dict[tuple[str, str], Registration] = {}
-"""The objects of this program by group and name. A second registration of a name replaces the first, as the second
-run of a notebook's cell does."""
+"""The objects of this program by group and name. A second registration replaces the first, as in notebooks."""
 
 
 @cache
 def entry_points_of(group: str) -> Mapping[str, tuple[Entry, ...]]:
-    """Return the entry points of each name, in all installed packages and in this program; the caller must raise for
-    several of a name."""
+    """Return the entry points of each name, in all packages and this program; the caller raises for several."""
     from importlib.metadata import entry_points
 
     installed: dict[str, tuple[Entry, ...]] = {}
@@ -134,7 +132,7 @@ def warn_once(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=2)
 
 
-class Pages(MutableMapping[str, T]):
+class Pages(Mapping[str, T]):
     """The named objects of several modules, the ``pages``; ``read`` imports a page and returns its objects by name.
 
     To look up a name, pages are imported until one of the pages has the name. The page of the same name comes first.
@@ -142,24 +140,15 @@ class Pages(MutableMapping[str, T]):
 
     def __init__(self, pages: Sequence[str], read: Callable[[str], Mapping[str, T]]) -> None:
         self.pages, self._read = pages, read
-        self._set: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
-        if name in self._set:
-            return self._set[name]
         for page in sorted(self.pages, key=lambda page: page.rpartition(".")[2] != name):
             if name in (things := self._read(page)):
                 return things[name]
         raise KeyError(name)
 
-    def __setitem__(self, name: str, thing: T) -> None:
-        self._set[name] = thing
-
-    def __delitem__(self, name: str) -> None:
-        del self._set[name]
-
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*(name for page in self.pages for name in self._read(page)), *self._set]))
+        return iter(dict.fromkeys(name for page in self.pages for name in self._read(page)))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -170,8 +159,7 @@ class Registry(Mapping[str, T]):
     points of ``group``.
 
     The name of an entry point is ``prefix`` followed by the name in this table. ``noun`` is the word for an object in
-    messages. ``fits(name, installed)`` tells whether an installed object is valid, and ``expected(name)`` describes a
-    valid object in words.
+    messages. ``fits(name, installed)`` tells whether an object is valid, and ``expected(name)`` describes one.
 
     Errors: :class:`KinformerError` for a name with two owners and an invalid object, when the name is looked up.
     """
@@ -206,8 +194,7 @@ class Registry(Mapping[str, T]):
         return sorted(name.removeprefix(self.prefix) for name in names)
 
     def available(self, complain: Callable[[str], object] = warn_once) -> list[T]:
-        """Return all usable objects, Kinformer's objects first; ``complain`` gets a sentence for each object that fails
-        to load."""
+        """Return all usable objects, Kinformer's first; ``complain`` gets a sentence for each that fails to load."""
         installed = list(self.builtin.values())
         for name in self.added():
             try:

@@ -48,16 +48,14 @@ def has_amx() -> bool:
 
 
 def emulates_bfloat16() -> bool:
-    """Return whether this is an x86 processor without bfloat16 products, which are then several times slower than
-    float32 products; False if that cannot be determined."""
+    """Return whether this x86 processor lacks bfloat16 products, which are then several times slower; else False."""
     flags = processor() or ""
     return "sse2" in flags and processor_class() == "other" and "avx_ne_convert" not in flags
 
 
 @cache
 def multiplies_int8(device: str) -> bool:
-    """Return whether PyTorch's int8 products are exact and faster than float32 products on the device, a kind such as
-    ``cpu``."""
+    """Return whether PyTorch's int8 products are exact and faster than float32 on the device, such as ``cpu``."""
     flags = processor() or ""
     vnni = "avx512_vnni" in flags or "avx_vnni" in flags
     return device == "cpu" and torch.backends.mkldnn.is_available() and vnni
@@ -108,8 +106,7 @@ def flush_subnormals() -> None:
 
 
 _RETAINED, _MAPPED = 512 << 20, 32 << 20
-"""Bytes of free memory that stay with the process, and bytes from which a block returns to the system when it is freed,
-the most that glibc allows."""
+"""Bytes of free memory that stay with the process; bytes from which a freed block returns at once (glibc's largest)."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """The numbers of both parameters in glibc's mallopt."""
 
@@ -179,8 +176,7 @@ def _precision() -> str:
 
 
 def by_onednn(x: Tensor) -> bool:
-    """Return whether oneDNN computes large products of ``x``, so that small products are slow; in half precision it
-    always does."""
+    """Return whether oneDNN computes large products of ``x``, so that small ones are slow, as in half precision."""
     if x.device.type != "cpu" or x.element_size() > 4:
         return False
     return x.element_size() < 4 or _precision() != "highest"

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -126,8 +125,7 @@ class LayerUse:
     def _undo(
         self, branch: Branch, x: Tensor, undo_state: UndoState, of_added: Tensor | None, weights: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the sum that ``branch`` added for its input x, and the gradients of x, of the state's tensors and of
-        ``weights``."""
+        """Return the sum that ``branch`` added for x, and the gradients of x, the state and ``weights``."""
         form, tensors, of_after = undo_state
         with torch.enable_grad():
             x, *tensors = inputs = [
@@ -151,8 +149,7 @@ class LayerUse:
 
 
 class UseLayer(torch.autograd.Function):
-    """The autograd function of a use of a layer, which returns ``a, b, *tensors of the states after``. It saves its
-    inputs, except for the streams."""
+    """The autograd function of a use of a layer -> ``a, b, *state after``. It saves its inputs but the streams."""
 
     @staticmethod
     def forward(
@@ -189,8 +186,7 @@ class UseLayer(torch.autograd.Function):
 
 
 class Join(torch.autograd.Function):
-    """The autograd function that joins the streams; ``others`` pass through it, so that its backward runs before the
-    backward of all layers."""
+    """The autograd function that joins the streams; ``others`` pass through, so that its backward runs first."""
 
     @staticmethod
     def forward(
@@ -281,7 +277,6 @@ class Reversible(Stack):
 
     shardable = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "reversible"
         join: Literal["concatenate", "mean"] = "concatenate"

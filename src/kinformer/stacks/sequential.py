@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.config import Config
-from kinformer.core.contract import Chunk, state_dtype
-from kinformer.core.encoder import GridOnly, SequenceContext, StateOptions
+from kinformer.core.contract import Chunk, StateOptions, state_dtype
+from kinformer.core.encoder import GridOnly, SequenceContext
 from kinformer.core.learning import AuxLoss
 from kinformer.core.parts import Position
 from kinformer.core.stack import BeforeUse, Stack, StackConfig
@@ -26,7 +25,6 @@ class Sequential(Stack):
 
     opens_values = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "sequential"
 
@@ -48,7 +46,6 @@ class Stages(GridOnly, Stack):
     sides is padded with zeros.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "stages"
         depths: tuple[int, ...] = (2, 2)
@@ -103,26 +100,15 @@ class Stages(GridOnly, Stack):
     def read(
         self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        tapped: list[Tensor] = []
-        first = 0
-        for stage, depth in enumerate(self.config.depths):
-            if stage:
-                x, text = self.merges[stage - 1](x, text)
-            chosen = [tap - first for tap in taps if first <= tap < first + depth]
-            x, output = self._stage(range(first, first + depth), x, text, chosen)
-            tapped += output
-            first += depth
-        return x, tuple(tapped)
-
-    def _stage(
-        self, layers: Sequence[int], x: Tensor, text: SequenceContext, taps: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
+        stages = [self.config.stage_of(number) for number in range(len(self.layers))]
         tapped = []
-        for number, layer in enumerate(layers):
-            x = self._read(self.layers[layer], x, text)
+        for number, layer in enumerate(self.layers):
+            if stages[number] > stages[number - 1]:  # never for number 0, as stages[-1] is the last stage
+                x, text = self.merges[stages[number] - 1](x, text)
+            x = self._read(layer, x, text)
             if number in taps:
                 tapped.append(x)
-        return x, tapped
+        return x, tuple(tapped)
 
 
 class PatchMerging(nn.Module):
@@ -174,11 +160,10 @@ class HaltingState(NamedTuple):
 
 
 class HaltingConfig(Config):
-    """The config of halting; ``build(dim)`` returns a module that decides after every step which tokens continue."""
+    """The config of halting, with fields ``weight`` and ``halted``; ``build(dim)`` returns a module that decides after
+    every step which tokens continue."""
 
     slot = "halting"
-    weight: float
-    halted: str
 
     def build(self, dim: int) -> ACT:
         return self.builds(self, dim)
@@ -202,8 +187,7 @@ class ACT(nn.Module):
 
     ``basic`` is the default of the official code, ``accumulated`` is Graves' sum. A token that still runs after the
     last step does not get a remainder. The ponder cost of a token is the number of its steps, without a gradient, plus
-    its remainder 1 - h. The weight w begins at zero and b at ``bias``, so that at first all tokens take the same number
-    of steps.
+    its remainder 1 - h. The weight w begins at 0 and b at ``bias``, so that at first tokens take equal steps.
 
     ``halted`` is the treatment of a halted token. With ``copied``, as in the paper, the vector of the token stays
     unchanged, and each later step absorbs it with the step's position signals. With ``evolving``, as in the official
@@ -211,7 +195,6 @@ class ACT(nn.Module):
     ``weight`` is the weight of the ponder cost in the loss.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HaltingConfig):
         kind = "act"
         LEAST = {"weight": 0}
@@ -269,7 +252,6 @@ class PonderState(NamedTuple):
 class Universal(Stack):
     """The universal stack: ``layers`` in order, ``steps`` times."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "universal"
         LEAST = {"steps": 1}
@@ -349,8 +331,7 @@ class Universal(Stack):
     def _run_halting(
         self, halting: ACT, x: Tensor, valid: Tensor | None, use: ApplyLayer, before: BeforeUse, taps: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
-        """Run all steps; return the outputs of all tokens, the outputs of the uses in ``taps``, and the ponder cost
-        [batch] of every step."""
+        """Run all steps; return the outputs, the outputs of ``taps``, and the ponder cost [batch] of every step."""
         tapped, costs = [], []
         progress = halting.begin(x, valid)
         for step in range(self.config.steps):
@@ -367,8 +348,7 @@ class Universal(Stack):
         return progress.out.to(x.dtype), tuple(tapped), costs
 
     @property
-    def _halting(self) -> HaltingConfig:
-        assert self.config.halting is not None
+    def _halting(self) -> Any:
         return self.config.halting
 
     def _output_mask(self, progress: HaltingState) -> Tensor | None:

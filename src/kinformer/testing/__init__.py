@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -34,22 +33,23 @@ from torch import nn
 from kinformer.core.config import Config, Kinds, from_dict, to_dict
 from kinformer.core.contract import CausalMixer
 from kinformer.core.encoder import EncoderMixer
-from kinformer.runtime.errors import KinformerError, choose
 from kinformer.testing import encoders, laws
 from kinformer.testing.encoders import EncoderMixerSubject, EncoderModelSubject, ImageModelSubject
 from kinformer.testing.subject import (
+    Check,
     ContractError,
     LayerSubject,
     MixerSubject,
     ModelSubject,
+    Report,
     SourceModelSubject,
     Subject,
+    examine,
+    named_checks,
     state_size,
     structure,
+    verdict,
 )
-
-if TYPE_CHECKING:
-    from kinformer.lab.testing import TASK_CHECKS, TaskSubject, verify_task
 
 __all__ = [
     "CHECKS",
@@ -80,35 +80,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Return a name of the battery of tasks; the first use loads the lab."""
     if name not in ("TASK_CHECKS", "TaskSubject", "verify_task"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("kinformer.lab.testing"), name)
-
-
-@dataclass(frozen=True)
-class Check:
-    """A law under its name. ``needs`` are the checks that must pass first, without which this check does not add
-    information: the check of ragged rows, for example, compares with rows alone in chunks of another length."""
-
-    name: str
-    law: Callable[[Any], None]
-    needs: tuple[str, ...] = ()
-
-    def __call__(self, subject: object) -> None:
-        """Raise :class:`ContractError` when the subject breaks the law, or breaks down under it."""
-        try:
-            self.law(subject)
-        except AssertionError as error:
-            raise ContractError(self.name, str(error)) from error
-        except Exception as error:
-            raise ContractError(self.name, f"{type(error).__name__} was raised: {error}") from error
-
-
-def named_checks(*checks: Check) -> dict[str, Check]:
-    """Return checks by their names, in order."""
-    return {check.name: check for check in checks}
 
 
 LAWS = named_checks(
@@ -163,43 +139,6 @@ IMAGE_MODEL_CHECKS: dict[str, Check] = named_checks(
 
 MODEL_CHECKS: dict[str, Check] = LAWS
 """The checks of a model; each takes a :class:`ModelSubject`."""
-
-
-@dataclass
-class Report:
-    """The outcome of every check: passed, failed with its error, skipped and why,
-    or not run and which need was missing."""
-
-    passed: list[str] = field(default_factory=list)
-    failed: dict[str, ContractError] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    not_judged: dict[str, str] = field(default_factory=dict)
-
-
-def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
-    """Run every check in order. A check is not run if a check that it needs failed or was not run. A skipped need
-    counts as met, so that a skip does not hide other checks."""
-    for name, reason in (skip or {}).items():
-        choose(name, checks, "skip")
-        if not reason.strip():
-            raise KinformerError(
-                f"skip: {name!r} does not have a reason; say in a few words why the property is lacking."
-            )
-    report = Report(skipped=dict(skip or {}))
-    for name, check in checks.items():
-        if name in report.skipped:
-            continue
-        unmet = [need for need in check.needs if need in report.failed or need in report.not_judged]
-        if unmet:
-            report.not_judged[name] = unmet[0]
-            continue
-        try:
-            check(subject)
-        except ContractError as error:
-            report.failed[name] = error
-        else:
-            report.passed.append(name)
-    return report
 
 
 def verify_mixer(
@@ -267,17 +206,6 @@ def verify_encoder(
     if not impls:
         skip.setdefault("implementations", "no other implementation is listed")
     return verdict(examine(ENCODER_CHECKS, EncoderMixerSubject(make, dim=dim, impls=impls), skip))
-
-
-def verdict(report: Report) -> Report:
-    """Return a report without failures, or raise the :class:`ContractError` of the first failed check."""
-    if not report.failed:
-        return report
-    first, *others = report.failed.values()
-    if others:
-        names = ", ".join(error.check for error in others)
-        raise ContractError(first.check, f"{str(first).split('] ', 1)[1]} Also failed: {names}.") from first
-    raise first
 
 
 def verify_config(

@@ -234,8 +234,7 @@ def _of_rows(text: SequenceContext | dict[str, Tensor], index: Tensor) -> Sequen
 
 
 def padding(subject: EncoderSubject) -> None:
-    """Check that sequences of different lengths in one batch, with random numbers in their padding, give the values and
-    gradients of each sequence alone."""
+    """Check that sequences in one batch, with random numbers as padding, give each sequence's values and gradients."""
     module = subject.build()
     for case in subject.cases():
         together, alone, valid = subject.padded(case)
@@ -268,8 +267,7 @@ def rows(subject: EncoderSubject) -> None:
 
 
 def both_ways(subject: EncoderSubject) -> None:
-    """Check that later tokens are seen: changing the last token moves the first
-    output (through some token, in some case)."""
+    """Check that later tokens are seen: changing the last token moves the first output, in some case."""
     module = subject.build()
     with torch.no_grad():
         moved = 0.0
@@ -296,8 +294,7 @@ def dtype(subject: EncoderSubject) -> None:
 
 
 def half_precision(subject: EncoderSubject) -> None:
-    """Check that large tokens, a token of zeros and padding give finite outputs in half precision, near the outputs in
-    float32 with the same rounded weights and inputs."""
+    """Check that large tokens, zeros and padding give finite outputs in half precision, near the float32 outputs."""
     with torch.no_grad():
         for case in subject.cases():
             inputs = LARGE * case.inputs

@@ -78,8 +78,7 @@ def absorb(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tup
 
 
 def absorb_alone(subject: Subject, module: nn.Module, plan: Plan, state: State) -> tuple[Tensor, State]:
-    """Absorb every sequence of every row alone, whole and without padding: this defines the results of the plan.
-    Outputs at invalid positions are zeros."""
+    """Absorb every sequence alone, whole and without padding: this defines the plan's results. Zeros elsewhere."""
     outputs, ends = [], []
     for piece in (pieces := list(_pieces(plan))):
         before = None if state is None else select_rows(state, torch.tensor([piece.row]))
@@ -147,8 +146,7 @@ def _joined(
 
 
 def _with_costs(state: State, before: State) -> State:
-    """Return ``state`` with the side costs of ``before``, the state of the earlier sequences of the row, added: a reset
-    does not clear side costs."""
+    """Return ``state`` with the side costs of ``before``, the row's earlier sequences: resets do not clear them."""
     if isinstance(state, Tensor):
         return state
     items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]
@@ -252,8 +250,7 @@ def starts(subject: Subject, module: nn.Module) -> Iterator[tuple[str, State]]:
 
 
 def partitions(time: int) -> Iterator[list[int]]:
-    """Yield lists of chunk sizes that sum to ``time``: ones, odd sizes, a long and a short chunk, a short and a long
-    chunk, and random sizes."""
+    """Yield lists of chunk sizes that sum to ``time``: ones, odd sizes, long and short, short and long, random."""
     yield [1] * time
     yield _cut(time, [3, 5, 7])
     yield [time - 2, 2]
@@ -292,8 +289,7 @@ def causality(subject: Subject) -> None:
 def _all_causal(
     subject: Subject, module: nn.Module, start: State, changed: list[tuple[int, Tensor]], want: Tensor
 ) -> bool:
-    """Return whether no change moves an earlier output when all changes run as rows of one batch. If False, each change
-    must be checked alone."""
+    """Return whether no change, as rows of one batch, moves an earlier output. If False, check each alone."""
     rows = torch.arange(subject.batch).repeat(len(changed))
     before = None if start is None else select_rows(start, rows)
     try:
@@ -319,8 +315,7 @@ def partition(subject: Subject) -> None:
 
 
 def padding(subject: Subject) -> None:
-    """Check that ragged chunks with NaN in their padding are as each row alone; the state of a row without tokens does
-    not change."""
+    """Check that ragged chunks with NaN in their padding are as each row alone, also for rows without tokens."""
     sizes = _ragged_sizes(subject.time)
     valid = _ragged_mask(subject, sizes)
     inputs = subject.spoil(subject.inputs(subject.batch, sum(sizes), seed=3), valid)
@@ -395,8 +390,7 @@ def _ragged_sizes(time: int) -> list[int]:
 
 
 def _ragged_mask(subject: Subject, sizes: list[int]) -> Tensor:
-    """Return masks in which row r has r fewer tokens in one chunk and r more in the next; in some chunks a row, or
-    every row, is without tokens."""
+    """Return masks with r fewer tokens of row r in one chunk and r more in the next, none in some chunks."""
     row = torch.arange(subject.batch)
     masks = []
     for index, size in enumerate(sizes):
@@ -411,8 +405,7 @@ STEPS = (1, 1, 3, 1, 5, 2)
 
 
 def purity(subject: Subject) -> None:
-    """Check that the same state twice gives the same result, and that the state, the inputs and the tensors of the
-    module do not change."""
+    """Check that the same state twice gives the same result; state, inputs and the module's tensors stay."""
     for grad in (True, False):
         module = subject.build()
         for kind, start in starts(subject, module):
@@ -523,8 +516,7 @@ def _forks(subject: Subject, module: nn.Module, start: object, kind: str) -> Non
 
 
 def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> None:
-    """Check that an earlier state continues as if later chunks had never been absorbed, whichever buffers these chunks
-    filled."""
+    """Check that an earlier state continues as if later chunks had never been absorbed, in whichever buffers."""
     for before, after in ((0, 1), (2, 3), (1, subject.time)):
         owned = reserve(fork(start), before + after + 3)
         state = start
@@ -576,8 +568,7 @@ def dtype(subject: MixerSubject) -> None:
 
 
 def half_precision(subject: MixerSubject) -> None:
-    """Check that large tokens, a token of zeros and padding give finite outputs in half precision, near the outputs in
-    float32 with the same rounded weights and inputs."""
+    """Check that large tokens, zeros and padding give finite outputs in half precision, near the float32 outputs."""
     inputs = LARGE * subject.inputs(subject.batch, subject.time, seed=76)
     inputs[:, 3] = 0
     valid = subject.mask(torch.arange(subject.time, subject.time - subject.batch, -1), subject.time, seed=77)
@@ -667,8 +658,7 @@ def _moves(leaf: Tensor) -> bool:
 
 
 def compile_(subject: MixerSubject) -> None:
-    """Check that ``torch.compile(fullgraph=True)`` captures the forward pass, and that outputs, state and gradients
-    equal the eager results."""
+    """Check that ``torch.compile(fullgraph=True)`` captures the forward pass, with the eager results."""
     torch.compiler.reset()
     module = subject.build()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

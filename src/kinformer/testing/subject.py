@@ -1,9 +1,10 @@
-"""The subject of an examination: a mixer or a model behind one narrow interface, so a law is written once."""
+"""The checks of an examination, and its subject: a mixer or a model behind one narrow interface."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import State, detach, difference, fork, join_rows, nbytes, rebuilt, tensors, value
 from kinformer.runtime.draws import private_numbers
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.errors import KinformerError, choose
 
 # The errors of the battery when a law is broken: which check, which values, where.
 
@@ -60,13 +61,91 @@ def agree(place: str, got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 def agree_states(place: str, got: object, want: object, tolerance: float = VALUES) -> None:
-    """Check that two states of one structure agree on their valid slots within ``tolerance`` times their largest
-    entry."""
+    """Check that two states of one structure agree on valid slots within ``tolerance`` times their largest entry."""
     sizes = [float(leaf.detach().double().abs().max()) for leaf in tensors(value(want)) if leaf.numel()]
     gap = difference(got, want)
     limit = tolerance * max([1.0, *sizes])
     require(gap <= limit, f"{place}: the states differ by {gap:.6g}; at most {limit:.1g} is allowed.")
 
+
+# The checks of the battery, and the report of an examination.
+
+
+@dataclass(frozen=True)
+class Check:
+    """A law under its name. ``needs`` are the checks that must pass first, without which this check does not add
+    information: the check of ragged rows, for example, compares with rows alone in chunks of another length."""
+
+    name: str
+    law: Callable[[Any], None]
+    needs: tuple[str, ...] = ()
+
+    def __call__(self, subject: object) -> None:
+        """Raise :class:`ContractError` when the subject breaks the law, or breaks down under it."""
+        try:
+            self.law(subject)
+        except AssertionError as error:
+            raise ContractError(self.name, str(error)) from error
+        except Exception as error:
+            raise ContractError(self.name, f"{type(error).__name__} was raised: {error}") from error
+
+
+def named_checks(*checks: Check) -> dict[str, Check]:
+    """Return checks by their names, in order."""
+    return {check.name: check for check in checks}
+
+
+@dataclass
+class Report:
+    """The outcome of every check: passed, failed with its error, skipped and why, or not run for a missing need."""
+
+    passed: list[str] = field(default_factory=list)
+    failed: dict[str, ContractError] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    not_judged: dict[str, str] = field(default_factory=dict)
+
+
+def examine(checks: Mapping[str, Check], subject: object, skip: Mapping[str, str] | None = None) -> Report:
+    """Run every check in order, unless a check that it needs failed or was not run; a skipped need counts as met."""
+    report = Report(skipped=_reasons(skip or {}, checks))
+    for name, check in checks.items():
+        if name in report.skipped:
+            continue
+        unmet = [need for need in check.needs if need in report.failed or need in report.not_judged]
+        if unmet:
+            report.not_judged[name] = unmet[0]
+            continue
+        try:
+            check(subject)
+        except ContractError as error:
+            report.failed[name] = error
+        else:
+            report.passed.append(name)
+    return report
+
+
+def verdict(report: Report) -> Report:
+    """Return a report without failures, or raise the :class:`ContractError` of the first failed check."""
+    if not report.failed:
+        return report
+    first, *others = report.failed.values()
+    if others:
+        names = ", ".join(error.check for error in others)
+        raise ContractError(first.check, f"{str(first).split('] ', 1)[1]} Also failed: {names}.") from first
+    raise first
+
+
+def _reasons(skip: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    for name, reason in skip.items():
+        choose(name, names, "skip")
+        if not reason.strip():
+            raise KinformerError(
+                f"skip: {name!r} does not have a reason; say in a few words why the property is lacking."
+            )
+    return dict(skip)
+
+
+# The subjects.
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -75,8 +154,7 @@ JITTER = 0.1
 
 
 def draw(function: Callable[[torch.Generator], Tensor], seed: int) -> Tensor:
-    """Return the tensor that ``function`` draws with a CPU generator, moved to PyTorch's default device: the numbers
-    are the same on every device."""
+    """Return the tensor that ``function`` draws with a CPU generator, moved to PyTorch's default device."""
     with torch.device("cpu"):
         drawn = function(torch.Generator().manual_seed(seed))
     return drawn.to(torch.get_default_device())
@@ -296,8 +374,8 @@ def named_leaves(state: State, name: str = "state", is_slots: bool = False) -> I
         yield name, state, is_slots
         return
     fields = getattr(state, "_fields", range(len(state)))
-    for field, item in zip(fields, state, strict=True):
-        yield from named_leaves(item, f"{name}.{field}", field in getattr(state, "slots", ()))
+    for leaf, item in zip(fields, state, strict=True):
+        yield from named_leaves(item, f"{name}.{leaf}", leaf in getattr(state, "slots", ()))
 
 
 # The check of analytic derivatives against numerical derivatives. A custom kernel may raise an error for second
@@ -321,8 +399,7 @@ def dense_gradients(loss: Tensor, points: Sequence[Tensor], create_graph: bool =
 
 
 def agree_gradients(function: Function, points: Sequence[Tensor], module: nn.Module, inputs: str, where: str) -> None:
-    """Check the gradients of ``function`` at ``points`` (float64 leaves: the ``inputs``, then the weights of
-    ``module``)."""
+    """Check the gradients of ``function`` at ``points`` (float64: the ``inputs``, then ``module``'s weights)."""
     try:
         torch.autograd.gradcheck(function, points, fast_mode=True, atol=1e-6, rtol=1e-4)
     except GradcheckError as error:

@@ -122,8 +122,7 @@ def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
 
 
 def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> None:
-    """Refuse an unknown implementation, or one that lacks something the call needs;
-    ``place`` names the caller in the message."""
+    """Refuse an unknown implementation, or one that lacks a feature of the call; ``place``: the caller in messages."""
     reason = _refusal(impl, needs)
     if impl in IMPLS and reason is None:
         return
@@ -209,8 +208,7 @@ _FLEX_STEP = 128
 def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, width: int) -> bool:
     """Return whether "auto" takes FlexAttention: on a GPU, for full rows whose sequences begin with the call, where
     torch's own kernel would compute every pair. Float32 is excluded, because FlexAttention takes 8 times the time of
-    our tiles (H200, 1,024 queries). A bias by distance is excluded, because the kernel does not fit the chip's shared
-    memory."""
+    our tiles (H200, 1,024 queries). A bias by distance does not fit the chip's shared memory."""
     time, pattern = q.shape[2], visibility.pattern
     if q.device.type != "cuda" or pattern is None or torch.compiler.is_compiling():
         return False
@@ -318,8 +316,7 @@ def _with_features(scoring: Scoring, count: int) -> Scoring:
 
 
 def _widened(q: Tensor, k: Tensor, at_queries: Tensor, at_keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return queries and keys with the features of the decay, c - r ``at_queries`` and ``at_keys``
-    [batch, heads, ...]."""
+    """Return queries and keys with the decay's features, c - r ``at_queries`` and ``at_keys`` [batch, heads, ...]."""
     batch, heads, time, _ = q.shape
     group = heads // k.shape[1]
     rest = -(q.shape[3] + group + 1) % _ALIGNED

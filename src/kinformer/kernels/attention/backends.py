@@ -94,8 +94,7 @@ class _Twice(torch.autograd.Function):
 
 
 def expressed(visibility: Visibility, time: int, slots: int) -> Expressed:
-    """Return how PyTorch's kernel expresses who sees whom: "all", "causal" or,
-    by a dense mask over all pairs, "masked"."""
+    """Return how PyTorch's kernel expresses the pattern: "all", "causal" or, by a dense mask, "masked"."""
     if visibility.key_padding_mask is not None:
         return "masked"
     if visibility.pattern is None:
@@ -307,7 +306,6 @@ def _cover(pattern: Pattern, interval: Interval) -> np.ndarray:
 
 
 def _indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return counts [1, heads, query blocks] and indices [1, heads, query blocks,
-    key blocks], the chosen blocks first."""
+    """Return counts [1, heads, query blocks] and indices [1, heads, query blocks, key blocks], chosen ones first."""
     order = torch.argsort((~chosen).to(torch.int8), dim=-1, stable=True)
     return chosen.sum(-1).to(torch.int32)[None], order.to(torch.int32)[None]

@@ -204,8 +204,7 @@ def attend_projected(q: Tensor, k: Projected, v: Projected, visibility: Visibili
 
 def _weights(scores: Tensor, visibility: Visibility, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
     """Return exp(scores - row maximum), its sum [..., 1] before dropout (1 for a row without keys) and the log-sum-exp,
-    in float32 or better. The product is divided by the sum, not the weights: the backward then keeps the weights
-    alone."""
+    in float32 or better. The product is divided by the sum, so that the backward keeps the weights alone."""
     scores = scores.to(state_dtype(scores.dtype))
     if scoring.bias is not None:
         scores = scores + scoring.bias
@@ -323,8 +322,7 @@ def _rows(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _slots(k: Gathered, chosen: Sequence[int]) -> Tensor:
-    """Return rows of each ``chosen`` table, [tables, batch * heads * time, topk],
-    -1 where a slot is not in that table."""
+    """Return rows of each ``chosen`` table, [tables, batch * heads * time, topk], -1 where a slot is in another."""
     result, (batch, heads) = k.slots, k.slots.shape[:2]
     row = torch.arange(batch * heads, device=result.device).view(batch, heads, 1, 1)
     slots, begin = [], 0

@@ -55,8 +55,7 @@ def around(
 
 
 def _piece(q: Tensor, kv: Tensor, distance: int, call: Any) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of q over ``kv`` [batch, heads, time, width_k + width_v] of the stretch that stands
-    ``distance`` before its own."""
+    """Return output and log-sum-exp of q over ``kv`` [batch, heads, time, width_k + width_v] of an earlier stretch."""
     visibility, scoring, impl = call
     time, width = q.shape[2:]
     # Slot s of the piece holds position p - (i + distance * time - s), and a negative one is another sequence's.
@@ -368,8 +367,7 @@ def _seen(
     least: float,
     *call: *tuple[Tensor, Tensor, Tensor, Tensor, TokenSpan, *_Call],
 ) -> Tensor:
-    """Attend from ``queries`` of the heads ``members``, whose spans are ``least`` tokens or more, to the ``reach``
-    slots before each query."""
+    """Attend from ``queries`` of the heads ``members``, with spans of ``least`` tokens at least, to ``reach`` slots."""
     q, k, v, z, span, visibility, scoring, impl = call
     past = k.shape[2] - q.shape[2]
     slots = slice(max(0, past + queries.start - reach), past + queries.stop - 1)
@@ -437,8 +435,7 @@ def _descending(table: Tensor, first: int, lowest: int, highest: int) -> Tensor:
 
 
 def _allowed(visibility: Visibility, members: Sequence[int], positions: Tensor, distance: Tensor) -> Tensor:
-    """Return which pairs the pattern allows to queries at ``positions`` [batch,
-    queries], [batch, heads or 1, queries, slots]."""
+    """Return which of [batch, heads or 1, queries, slots] the pattern allows to ``positions`` [batch, queries]."""
     pattern = visibility.pattern
     assert pattern is not None
     q = positions[:, :, None]
@@ -466,8 +463,7 @@ def _of_heads(scoring: Scoring, members: list[int]) -> Scoring:
 
 
 def of_stretch(qkv: Sequence[Tensor], row: Row, pattern: Pattern, scoring: Scoring, impl: AttentionImpl) -> Attended:
-    """Return attention of q [batch, heads, time, head_dim] to the keys of the whole ``row`` that ``pattern`` allows, by
-    positions; k and v are this stretch's."""
+    """Return attention of q [batch, heads, time, head_dim] to the keys of the whole ``row`` that ``pattern`` allows."""
     q, k, v = qkv
     time = q.shape[2]
     begin = row.begin(time)

@@ -450,8 +450,7 @@ class Call(NamedTuple):
         return sections(self.visible, self.positions, *shape, self.separate_heads)
 
     def loops(self, section: Section, learned: tuple[str, ...] = ()) -> Iterator[TileLoop]:
-        """Yield one loop for each term of the section's pattern; ``learned`` names the
-        tables whose gradient a backward needs."""
+        """Yield one loop for each term of the section's pattern; ``learned``: the tables whose gradient is needed."""
         words = self._words(section) if self.p else None
         q, heads = section.queries(self.q), section.kv_heads
         k, v = section.keys(self.k, self.group), section.keys(self.v, self.group)
@@ -573,8 +572,7 @@ _forward.register_fake(unfilled)
 )
 @without_autocast
 def _backward(grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, the vector and the tables (empty for a missing table), given the gradients of
-    the outputs."""
+    """Return the gradients of q, k, v, the vector and the tables (empty for a missing table) from the outputs'."""
     *arguments_, learn_bias, learn_factor = arguments
     original = Call(*arguments_)
     call = original.widened()

@@ -142,8 +142,7 @@ def plan(pattern: Pattern, interval: Interval, newest_first: bool = False) -> tu
 
 
 def _planned(term: Term, interval: Interval, newest_first: bool) -> TermPlan:
-    """Return the cheapest plan. Tall tiles compute more hidden pairs, low ones cost more per pair:
-    go down from the tallest while it pays."""
+    """Return the cheapest plan, down from the tallest tiles: tall ones hide more pairs, low ones cost more a pair."""
     best: TermPlan | None = None
     for rows in ROWS:
         planned = Cutter(term, interval, rows, newest_first).plan()
@@ -288,8 +287,7 @@ class Cutter:
         return bool((keys[place] == queries).all() and seen.all())
 
     def _hidden(self, first: int, last: int, keys: Ints) -> np.ndarray:
-        """Return which pairs are hidden, [classes or 1, rows, keys]; queries outside the
-        interval see all, since nobody uses them."""
+        """Return which pairs are hidden, [classes or 1, rows, keys]; queries outside the interval see all."""
         if not len(keys):
             return np.zeros((1, last - first, 0), dtype=bool)
         classes = torch.arange(self.stride)[:, None, None]

@@ -205,8 +205,7 @@ class Distances:
         return whole
 
     def bias_alone(self, tiles: Sequence[Tile]) -> Tensor | None:
-        """Return the biases of the distances 0, 1, ..., or None if another table exists or distances of the tiles are
-        missing."""
+        """Return the biases of the distances 0, 1, ..., or None if another table exists or distances are missing."""
         spans = (run.ahead + tile.last - tile.first + run.stop - run.start - 1 for tile in tiles for run in tile.runs)
         if set(self.tables) != {"bias"} or self.lowest > 0 or max(spans, default=0) > self.lowest + self.count:
             return None
@@ -248,8 +247,7 @@ class Distances:
         return self.gradients[name]
 
     def add(self, scores: Tensor, q: Tensor, tile: Tile, heads: slice) -> None:
-        """Change ``scores`` in place by the distances; a backward keeps the rectified
-        scores, which the factor's gradient needs."""
+        """Change ``scores`` in place by the distances; a backward keeps the rectified scores for the factor."""
         rows, overlaps = scores.shape[-2], self.overlaps(tile)
         if "factor" in self.tables:
             scores.relu_()
@@ -301,8 +299,7 @@ class Distances:
                 out.add_(_mix(self._unskewed(weights[..., overlap.start : overlap.stop], table.dtype), table))
 
     def add_value_gradients(self, errors: Tensor, weights: Tensor, grad: Tensor, tile: Tile, heads: slice) -> None:
-        """Collect the gradient of ``values`` and add the gradient of the weights to ``errors``, given the gradient of
-        the output."""
+        """Collect the gradient of ``values`` and add the gradient of the weights to ``errors``, from the output's."""
         if "values" in self.tables:
             rows = weights.shape[-2]
             for overlap in self.overlaps(tile):
@@ -328,8 +325,7 @@ class Distances:
         return _by_tile(out, x.shape, table)
 
     def _unskewed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return x [..., rows, width] as [..., rows, aligned(rows + width - 1)] with
-        element (i, i + j) = x[i, j], else 0."""
+        """Return x [..., rows, width] as [..., rows, aligned(rows + width - 1)], (i, i + j) = x[i, j], else 0."""
         *shape, rows, width = x.shape
         span = aligned(rows + width - 1)
         out = self._empty("unskewed", (*shape, rows, span), dtype)
@@ -378,8 +374,7 @@ def aligned(count: int) -> int:
 
 
 def skew(x: Tensor, width: int) -> Tensor:
-    """Return a view [..., rows, width] of [..., rows, rows + width - 1 or more] with element (i, j) = x[i, i + j];
-    the rows of the tensor must be dense."""
+    """Return a view [..., rows, width] of [..., rows, rows + width - 1 or more], dense, with (i, j) = x[i, i + j]."""
     *shape, rows, span = x.shape
     return x.as_strided((*shape, rows, width), (*x.stride()[:-2], span + 1, 1), x.storage_offset())
 

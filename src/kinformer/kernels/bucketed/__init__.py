@@ -116,8 +116,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, membership: Membership) -> None:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, membership: Membership, scale: float, itself: bool) -> Attended:
-    """Attend from one query per row and head to the keys that it sees, gathered; otherwise as
-    ``bucketed_attention``."""
+    """Attend from one query per row and head to the keys that it sees, gathered; else as ``bucketed_attention``."""
     runs, ranks, size = membership.runs, membership.ranks, membership.size
     last_run, rank, slots = runs[..., -1:], ranks[..., -1:], runs.shape[3]
     seen = ((runs == last_run) & (last_run >= 0) & (ranks // size >= rank // size - 1)).any(2)
@@ -161,8 +160,7 @@ COMPILED = 28 * 650_000
 
 
 def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> int:
-    """Return the bytes of a call: ``of_lines`` and ``of_tokens`` numbers gathered for each line and token, in float32
-    at least, scores of ``blocks``, and indices."""
+    """Return the bytes of a call: numbers gathered for lines and tokens, scores of ``blocks``, and indices."""
     batch, heads, rounds, slots = call.runs.shape
     rows, size = rows_per_tile(call.size), state_dtype(call.q.dtype).itemsize
     runs = min(call.buckets, slots)
@@ -175,8 +173,7 @@ def _bytes(call: BucketedCall, of_lines: int, of_tokens: int, blocks: int) -> in
 
 @scratch(torch.ops.kinformer.bucketed_attention)
 def forward_bytes(*arguments: *BucketedCall) -> int:
-    """Return the bytes of a forward call: q, k, v and outputs by line; outputs
-    of a round and of all rounds by token."""
+    """Return the bytes of a forward call: q, k, v and outputs by line, outputs by token."""
     call = BucketedCall(*arguments)
     width, out = call.q.shape[-1], call.v.shape[-1]
     return _bytes(call, 2 * width + 2 * out, 2 * out, blocks=1)
@@ -184,8 +181,7 @@ def forward_bytes(*arguments: *BucketedCall) -> int:
 
 @scratch(torch.ops.kinformer.bucketed_attention_backward)
 def backward_bytes(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall]) -> int:
-    """Return the bytes of a backward call: q, k, v, their gradients and the
-    output's by line; the gradients' sums by token."""
+    """Return the bytes of a backward call: q, k, v, gradients by line, sums of gradients by token."""
     call = BucketedCall(*arguments[4:])
     width, out = call.q.shape[-1], call.v.shape[-1]
     return _bytes(call, 4 * width + 3 * out, 2 * width + out + max(width, out), blocks=2)

@@ -57,8 +57,7 @@ class Layout(NamedTuple):
 
 
 def rows_per_tile(size: int) -> int:
-    """Return a divisor of the chunk's ``size``: small tiles compute few pairs
-    that nobody sees, large ones run faster."""
+    """Return a divisor of the chunk's ``size``: small tiles compute few unseen pairs, large ones run faster."""
     if size <= 48:
         return size
     return max((rows for rows in range(16, 65) if size % rows == 0), key=lambda rows: (rows <= 32, rows), default=size)
@@ -148,8 +147,7 @@ def chunk_numbers(runs: Tensor, ranks: Tensor, size: int) -> Tensor:
 
 
 def flat_runs(runs: Tensor) -> tuple[Tensor, int]:
-    """Return run numbers [batch * heads * slots] that differ between rows, and the
-    number of runs, which also marks "no run"."""
+    """Return run numbers [batch * heads * slots] that differ between rows, and their count, which marks "no run"."""
     run_count = int(runs.max()) + 1
     number = run_count * len(runs)
     flat = runs + run_count * torch.arange(len(runs), device=runs.device)[:, None]
@@ -287,8 +285,7 @@ class _Round:
         return weights
 
     def mixed(self, weights: Tensor, values: Tensor, block: Block, total: Tensor) -> Tensor:
-        """Compute into ``total`` [block, queries, width] the sum of the values at the
-        keys by ``weights`` [.., keys, queries]."""
+        """Compute into ``total`` [block, queries, width] the sums of values by ``weights`` [.., keys, queries]."""
         torch.bmm(weights[0].mT, values[block.keys[0]], out=total)
         for part, keys in zip(weights[1:], block.keys[1:], strict=True):
             total.baddbmm_(part.mT, values[keys])
@@ -462,8 +459,7 @@ class Sizes(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """The result: ``k``, ``v`` [batch, heads, past + time, head_dim] with the runs of
-    their slots, and the ``state`` after them."""
+    """The result: ``k``, ``v`` [batch, heads, past + time, head_dim], the runs of their slots, and the ``state``."""
 
     k: Tensor
     v: Tensor
@@ -512,8 +508,7 @@ def absorb(sizes: Sizes, chunk: Chunk, state: BucketState, k: Tensor, v: Tensor,
 
 
 def _picked(leaf: Tensor, order: Tensor, retained: Tensor) -> Tensor:
-    """Return ``leaf`` [batch, heads, slots, width] at ``order`` [batch, heads,
-    fewer slots], 0 where not ``retained``."""
+    """Return ``leaf`` [batch, heads, slots, width] at ``order`` [batch, heads, fewer], 0 where not ``retained``."""
     picked = gathered(leaf, order)
     return torch.where(retained.gather(2, order).unsqueeze(-1), picked, picked.new_zeros(()))
 
@@ -638,8 +633,7 @@ def members(buckets: Tensor, counts: Tensor, past: int, size: int, sequence: Ten
 
 
 def members_of_last(buckets: Tensor, counts: Tensor, size: int) -> Membership:
-    """Return the run of the last of ``buckets`` [batch, heads, rounds, slots], after
-    ``counts``; all other slots are in none."""
+    """Return the run of the last of ``buckets`` [batch, heads, rounds, slots], after ``counts``; others are in none."""
     last = buckets[..., -1:]
     inside = (buckets == last) & (last >= 0)
     before = counts.gather(3, last.clamp_min(0))

@@ -257,8 +257,7 @@ class Cover(NamedTuple):
 
 
 def pick(importance: Tensor, numbers: Numbers, choosing: Choosing) -> Tensor:
-    """Return the chosen blocks as :func:`choose` has them; ``importance`` [batch, choosers, time, blocks] of blocks as
-    ``numbers`` numbers them."""
+    """Return the chosen blocks as :func:`choose`, by the ``importance`` [batch, choosers, time, blocks]."""
     blocks, device = importance.shape[3], importance.device
     begin, current = (item[:, None, :, None] for item in numbers[:2])
     index = torch.arange(blocks, device=device)

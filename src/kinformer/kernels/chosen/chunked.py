@@ -210,8 +210,7 @@ def _joined(tiles: Tiles, table: Tensor, weights: Tensor | None = None) -> Tenso
 
 
 def _attended(rows: _Rows, tiles: Tiles, q: Tensor, part: slice, current: bool) -> tuple[Tensor, Tensor]:
-    """Return the outputs [lines + 1, together, width] and log-sum-exps to base 2 [lines + 1, together] of every line;
-    the last line, of no block, has 0 and -inf."""
+    """Return the outputs [lines + 1, together, width] and log-sum-exps to base 2 of every line, and one of no block."""
     total, width = len(tiles.query), rows.v.shape[-1]
     out = q.new_empty(total + 1, rows.together, width)
     lse = q.new_empty(total + 1, rows.together)

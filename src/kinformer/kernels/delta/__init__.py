@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.core.crossing import Crossing
 from kinformer.kernels import LinearImpl
 from kinformer.kernels.delta.chunked import chunked
-from kinformer.kernels.linear import check_call, check_decay, check_shapes, choose_impl
+from kinformer.kernels.linear import check_decay, check_shapes, linear_attention, sums_across
 from kinformer.kernels.linear.chunked import operand_dtype
-from kinformer.kernels.linear.sequence import DeltaTokens, accumulator_dtype
+from kinformer.kernels.linear.sequence import DeltaTokens, LinearState, accumulator_dtype, check_call, choose_impl
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
 
@@ -55,7 +56,7 @@ def recurrence(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs, 2).to(v.dtype), w
 
 
-__all__ = ["DeltaSummary", "DeltaTokens", "absorb", "delta_rule", "delta_steps", "one_by_one", "summarise_delta"]
+__all__ = ["DeltaSummary", "DeltaTokens", "absorb", "delta_rule", "delta_steps", "normalised_delta_rule", "one_by_one"]
 
 
 def delta_rule(
@@ -242,3 +243,61 @@ def summarise_delta(
     tokens = DeltaTokens(k, k, nothing, beta, erase, log_decay, reset, early)
     _, state = chunked(tokens, functional.pad(start, (0, v.shape[-1])))
     return DeltaSummary(*state.split([features, v.shape[-1]], dim=-1))
+
+
+# The delta rule over stretches of time on several processes (``core.crossing``).
+#
+# W_before = W after the summaries W <- A W + B of earlier stretches,    out = the delta rule after W_before
+
+
+def delta_across(
+    tokens: DeltaTokens, state: Tensor, impl: LinearImpl, crossing: Crossing | None
+) -> tuple[Tensor, Tensor]:
+    """Absorb a chunk as ``delta_rule`` or, with steps in k, ``delta_steps``; ``crossing``: a stretch of the row."""
+    after = None
+    if crossing is not None:
+        _, k, v, beta, erase, log_decay, reset, early = one_by_one(tokens) if tokens.k.dim() == 5 else tokens
+        summary = summarise_delta(k, v, beta, erase=erase, log_decay=log_decay, reset=reset, early=early)
+        state, after = crossing.composed(summary, state)
+    y, alone = (delta_steps if tokens.k.dim() == 5 else absorb)(tokens, state, impl=impl)
+    return y, alone if after is None else after
+
+
+# The delta rule with attention normalisation: a query reads an average (Schlag, Irie and Schmidhuber 2021).
+#
+#     W_t = W_{t-1} + k_t (beta_t (v_t - W_{t-1}^T k_t / c_t))^T,   c_t = z_{t-1} . k_t,   z_t = z_{t-1} + k_t
+#     out_t = W_t^T q_t / (z_t . q_t + eps)
+#
+# As in the authors' code it is the delta rule with the keys k_t / (c_t + eps) and the strengths beta_t c_t, and c is 1
+# at a sequence's first token.
+
+
+def normalised_delta_rule(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor],
+    state: LinearState,
+    first: Tensor,
+    *,
+    eps: float = 1e-6,
+    reset: Tensor | None = None,
+    impl: LinearImpl = "auto",
+    crossing: Crossing | None = None,
+) -> tuple[Tensor, LinearState]:
+    """Absorb a chunk of any length; returns outputs [batch, heads, time, head_dim] in v's dtype and the new state.
+
+    tokens: q, k, v and beta as for :func:`delta_rule`; features are positive, k zero at invalid tokens.
+    state: W and z. first: [batch, time] bool, the first token of a sequence, whether by ``reset`` or after a new state.
+    crossing: set if the chunk is one stretch of a row whose other stretches are on other processes.
+    """
+    q, k, v, beta = tokens
+    before, after = (state.z, None) if crossing is None else sums_across(k, state.z, reset, crossing)
+    ones, sums = v.new_ones(*v.shape[:3], 1), LinearState(before.unsqueeze(-1), before)
+    earlier = functional.pad(k, (0, 0, 1, 0))[:, :, :-1]
+    if reset is not None:
+        earlier = earlier.masked_fill(reset[:, None, :, None], 0)
+    # c_t = sum over s < t of k_s . k_t: the sum of keys up to the token before, read with k_t
+    c, _ = linear_attention(k, earlier, ones, sums, eps=None, reset=reset, impl=impl)
+    c = c[..., 0].masked_fill(first[:, None], 1.0)
+    total, (_, z) = linear_attention(q, k, ones, sums, eps=None, reset=reset, impl=impl)
+    corrected = DeltaTokens(q, k / (c + eps).unsqueeze(-1), v, beta * c, None, None, reset)
+    out, w = delta_across(corrected, state.s, impl, crossing)
+    return out / (total + eps), LinearState(w, z if after is None else after)

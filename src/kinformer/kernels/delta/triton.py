@@ -137,8 +137,7 @@ def run(
 
 
 class States(NamedTuple):
-    """The states at every block's edge, in the operands' dtype: u [batch, heads, time, n] and w [rows, count, m, n];
-    the last W, ``last`` [rows, m, n], is float32."""
+    """The states at every block's edge: u [batch, heads, time, n], w [rows, count, m, n]; the ``last`` W is float32."""
 
     u: Tensor
     w: Tensor
@@ -236,8 +235,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, w: Tensor, *_: object) -> t
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(Y: Tensor, grad_w: Tensor, *saved_inputs: *tuple[*_Sequence, bool]) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v, beta, w, if it ``learns`` of log_decay, of erase and of ``retained`` (else empty
-    tensors)."""
+    """Return the gradients of q, k, v, beta, w, and of log_decay, erase and ``retained`` where they are learnt."""
     q, k, v, beta, w, log_decay, reset, erase, retained, learns = saved_inputs
     q, k, v, Y = (x.contiguous() for x in (q, k, v, Y))
     wide, strength = w.dtype, beta.unsqueeze(-1)
@@ -288,8 +286,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _flops(k: Tensor, v: Tensor, squares: int, states: int) -> int:
-    """Return the floating-point operations; ``squares`` are the widths of products of two tokens outside ``solve``,
-    which also inverts."""
+    """Return the floating-point operations; ``squares``: the widths of products of two tokens outside ``solve``."""
     batch, heads, time, m = k.shape
     size = block_size(time, _largest(k))
     inverted = 2 * (size.bit_length() - 1) * size
@@ -304,8 +301,7 @@ def _forward_flops(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) ->
 
 @register_flop_formula(torch.ops.kinformer.triton_delta_backward, get_raw=True)
 def _backward_flops(*arguments: *tuple[Tensor, Tensor, *_Sequence, bool], **_: object) -> int:
-    """Return the operations of a backward: ``run`` of the forward, ``run`` of the backward, and six mixes, four of
-    them with states."""
+    """Return the operations of a backward: ``run`` of both passes, and six mixes, four of them with states."""
     k, v = arguments[3:5]
     width = k.shape[-1] + v.shape[-1]
     return _flops(k, v, 6 * width, states=5 + 4) + _flops(k, v, 0, states=0)

@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kinformer.core.crossing import Crossing
 from kinformer.kernels import LinearImpl
 from kinformer.kernels.linear.chunked import chunked
-from kinformer.kernels.linear.sequence import (
-    IMPLS,
-    LinearSequence,
-    LinearState,
-    accumulator_dtype,
-    check_call,
-    check_triton,
-    choose_impl,
-)
+from kinformer.kernels.linear.sequence import LinearSequence, LinearState, accumulator_dtype, check_call, choose_impl
 from kinformer.runtime.autograd import no_autocast
 from kinformer.runtime.compiling import substitute
 from kinformer.runtime.errors import KinformerError
@@ -62,14 +55,11 @@ def recurrence(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, 
 
 
 __all__ = [
-    "IMPLS",
     "LinearState",
     "LinearSummary",
-    "check_call",
     "check_decay",
     "check_shapes",
-    "check_triton",
-    "choose_impl",
+    "linear_across",
     "linear_attention",
     "summarise",
 ]
@@ -169,8 +159,7 @@ class LinearSummary(NamedTuple):
 
 
 def summarise(k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, reset: Tensor | None = None) -> LinearSummary:
-    """Return the summary of a chunk; arguments as for ``linear_attention``. One product of 2 time features head_dim
-    FLOPs."""
+    """Return the summary of a chunk; arguments as for ``linear_attention``. One product of 2 time features head_dim."""
     dtype = accumulator_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
     left = k.new_ones(*k.shape[:2], 1)
@@ -184,3 +173,92 @@ def summarise(k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, reset: T
         left = left.masked_fill(sequence[:, None, -1:] > 0, 0)
     with no_autocast(k.device):
         return LinearSummary(left, k.mT @ v, k.sum(2))
+
+
+# Linear attention over stretches of time on several processes (``core.crossing``; LASP-2, Sun et al. 2025).
+#
+# S_before = S after the summaries of earlier stretches,    out = linear attention after S_before
+
+
+class _Columns(NamedTuple):
+    """A :class:`LinearSummary` whose normaliser, if any, is one more column of ``s``: S <- a S + s."""
+
+    a: Tensor
+    s: Tensor
+
+    def after(self, state: Tensor) -> Tensor:
+        return self.a.unsqueeze(-1) * state + self.s
+
+
+def linear_across(
+    sequence: LinearSequence, state: LinearState, impl: LinearImpl, crossing: Crossing | None
+) -> tuple[Tensor, LinearState]:
+    """Absorb a chunk as ``linear_attention`` does; it is one stretch of the row where there is a ``crossing``."""
+    q, k, v, log_decay, eps, reset = sequence
+    after = state
+    if crossing is not None:
+        total = summarise(k, v, log_decay=log_decay, reset=reset)
+        if eps is None:  # nobody reads z
+            before, last = crossing.composed(_Columns(total.a, total.s), state.s)
+            state, after = LinearState(before, state.z), LinearState(last, state.z)
+        else:
+            columns = _Columns(total.a, torch.cat([total.s, total.z.unsqueeze(-1)], dim=-1))
+            both = crossing.composed(columns, torch.cat([state.s, state.z.unsqueeze(-1)], dim=-1))
+            state, after = (LinearState(sums[..., :-1], sums[..., -1]) for sums in both)
+    y, alone = linear_attention(q, k, v, state, log_decay=log_decay, eps=eps, reset=reset, impl=impl)
+    return y, alone if crossing is None else after
+
+
+def sums_across(k: Tensor, z: Tensor, reset: Tensor | None, crossing: Crossing) -> tuple[Tensor, Tensor]:
+    """Return the sums of keys [batch, heads, features] before this stretch and after the row, from ``z``, those before
+    the row, and this stretch's k [batch, heads, time, features]."""
+    total = summarise(k, k[..., :0], reset=reset)
+    before, after = crossing.composed(_Columns(total.a, total.z.unsqueeze(-1)), z.unsqueeze(-1))
+    return before[..., 0], after[..., 0]
+
+
+# A running maximum for features that lack a factor exp(b) too large or too small for a number.
+#
+# With b_t the logarithm of the missing factor of key t and c_t = max over s <= t of ceil(b_s), the state times
+# exp(-c_t) is finite: key t enters it with exp(b_t - c_t) <= 1, and the state decays by exp(c_(t-1) - c_t) <= 1. c
+# cancels in a quotient of two such sums. No later key enters, so the future does not leak. The numbers c are integers:
+# their gradient is 0 and their differences are exact.
+
+_FAR, _LARGEST, _NOTHING = 2**44, 2**41, -(2**42)
+_GONE = -1e4
+"""Its exponential is zero in every dtype, while sums of such numbers stay exact."""
+
+
+class Running(NamedTuple):
+    """The result: ``factor`` exp(b - c) and ``log_decay`` [batch, heads, time]; ``last`` [batch, heads], the last c."""
+
+    factor: Tensor
+    log_decay: Tensor
+    last: Tensor
+
+
+def running_maximum(
+    log_scale: Tensor, before: Tensor, continues: Tensor, valid: Tensor | None, reset: Tensor | None
+) -> Running:
+    """Return the factors and decays for ``log_scale`` [batch, heads, time], the exponents b of a chunk's keys.
+
+    before: [batch, heads] int64, c before the chunk in the rows that continue, ``continues`` [batch] bool.
+    valid, reset: [batch, time] bool or None; invalid keys do not count.
+    """
+    log_scale = log_scale.clamp(-_LARGEST, _LARGEST)
+    # In int64 differences are exact up to 2^44; float32 would round exponents above 2^24.
+    whole = log_scale.detach().double().ceil().long()
+    if valid is not None:
+        whole = torch.where(valid[:, None], whole, _NOTHING)
+    first = torch.where(continues[:, None], before, _NOTHING).unsqueeze(-1)
+    number = functional.pad(torch.zeros_like(whole[:, 0]) if reset is None else reset.long().cumsum(1), (1, 0))
+    lift = number[:, None] * _FAR  # sequences one above the other
+    c = (torch.cat([first, whole], dim=-1) + lift).cummax(dim=-1).values - lift
+    fresh = (c[..., :-1] == _NOTHING) | (number[:, None, 1:] != number[:, None, :-1])
+    # c_(t-1) - c_t, at most 0; the first token of a sequence does not decay a state.
+    log_decay = (c[..., :-1] - c[..., 1:]).masked_fill(fresh, 0).to(log_scale.dtype).clamp_min(_GONE)
+    exponent = log_scale - c[..., 1:].to(log_scale.dtype)
+    if valid is not None:
+        exponent = torch.where(valid[:, None], exponent, exponent.new_zeros(()))
+    last = c[..., -1]
+    return Running(exponent.exp(), log_decay, last.masked_fill(last == _NOTHING, 0))

@@ -80,8 +80,7 @@ class Channels:
         return P
 
     def add_to_rows_(self, total: Tensor, P: Tensor, K: Tensor) -> Tensor:
-        """Add sum_s P_ts k_s exp(G_t - G_s) to total_t in place, for P [blocks,
-        size, size], zero above the diagonal."""
+        """Add sum_s P_ts k_s exp(G_t - G_s) to total_t in place, for P [blocks, size, size], lower triangles."""
         if self.tile == 1:
             total.addcmul_(P.diagonal(dim1=1, dim2=2).unsqueeze(-1), K)
         else:
@@ -482,8 +481,7 @@ def _step(sequence: LinearSequence, s: Tensor, z: Tensor) -> tuple[Tensor, Tenso
 
 
 class _Chunked(torch.autograd.Function):
-    """The blockwise sums with a custom backward: q, k, v in the dtype of the products; s, z and log_decay in the dtype
-    of the accumulators."""
+    """The blockwise sums with a custom backward: q, k, v in the dtype of products, the rest in the accumulators'."""
 
     @staticmethod
     def forward(
@@ -603,8 +601,7 @@ def _divisor(blocks: SequenceBlocks, P: Tensor, Q: Tensor, Z: Tensor, eps: float
 def _states(
     blocks: SequenceBlocks, K: Tensor, V: Tensor, s: Tensor, z: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S [rows * count, features, head_dim] and z [rows * count, 1, features]
-    before each block; both after the last."""
+    """Return S [rows * count, features, head_dim] and z [rows * count, 1, features] before each block, and the last."""
     K = gate(K, blocks.leave)
     S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), blocks.initial(s.flatten(0, 1)), blocks.keep, blocks.late)
     added, before = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype)), blocks.initial(z.flatten(0, 1).unsqueeze(2))

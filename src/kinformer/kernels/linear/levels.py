@@ -78,8 +78,7 @@ def leveled_attention(
 
 
 class _Laid(torch.autograd.Function):
-    """The identity, with a gradient in the memory layout of its input: in a graph of ``torch.compile``, the backward of
-    softplus (which computes decays) requires this layout."""
+    """The identity, whose gradient has the layout of its input, as softplus in a graph of ``torch.compile`` needs."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> Tensor:
@@ -93,8 +92,7 @@ class _Laid(torch.autograd.Function):
 class _Place(NamedTuple):
     """The places of the tokens of a tile. ``start`` [batch]: tokens of the carried sequence before the tile. ``number``
     [batch, time]: the index of a token's sequence in the tile. ``end`` [batch]: tokens of the last sequence after the
-    tile. ``last`` [batch, time]: the token belongs to the last sequence. ``stays`` [batch]: the last sequence is the
-    carried one."""
+    tile. ``last`` [batch, time]: the token is of the last sequence. ``stays`` [batch]: that is the carried one."""
 
     start: Tensor
     number: Tensor
@@ -183,8 +181,7 @@ def _host_counts(tokens: LeveledTokens, seen: Tensor) -> list[int] | None:
 def _counts_after(
     counts: list[int] | None, tokens: LeveledTokens, place: _Place
 ) -> tuple[list[int] | None, list[int] | None]:
-    """Return the number of tokens of the last sequence after a tile, and how many lie in the tile, like
-    :func:`_host_counts`."""
+    """Return the tokens of the last sequence after a tile, and how many lie in the tile, like :func:`_host_counts`."""
     if counts is None:
         return None, None
     time = tokens.q.shape[2]
@@ -193,8 +190,7 @@ def _counts_after(
 
 
 def _levels(ends: list[int] | None, newest: list[int] | None, levels: int, device: torch.device) -> Tensor:
-    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens, or their ``newest`` tokens, occupy; all
-    levels if the counts are not on the host."""
+    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens, or their ``newest``, occupy."""
     chosen = set(range(levels) if ends is None else ())
     for end, count in zip(ends or (), newest or (), strict=True):
         for index in range(levels):

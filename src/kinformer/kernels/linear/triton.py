@@ -264,8 +264,7 @@ class Cut:
         return new_states
 
     def ended(self, states: Tensor, last: Tensor, slopes: Tensor) -> Tensor:
-        """Return S dS after every block, summed, [rows * count, 1] float32, from the
-        states before the blocks and the last."""
+        """Return S dS after every block, summed, [rows * count, 1] float32, from the states before the blocks."""
         after = torch.cat([states[:, 1:].to(last.dtype), last.unsqueeze(1)], 1)
         return (after * slopes.to(last.dtype)).flatten(2).sum(-1).view(-1, 1)
 
@@ -277,8 +276,7 @@ class Cut:
         return (after * slopes.to(last.dtype)).sum(-1) / self.retained.exp()
 
     def decay_gradient(self, change: Tensor, ended: Tensor) -> Tensor:
-        """Return the gradient of log_decay, from q dq - k dk summed over features,
-        [batch, heads, time] float32, and S dS."""
+        """Return the gradient of log_decay, [batch, heads, time] float32, from q dq - k dk over features and S dS."""
         numbers = None if self.reset is None else number(self.reset, self.count, self.size)
         blocks = SequenceBlocks(self.batch, self.heads, self.time, self.count, self.size, sequence=numbers)
         return blocks.decay_gradient(blocks.split(change.unsqueeze(-1)), ended).squeeze(-1).contiguous()

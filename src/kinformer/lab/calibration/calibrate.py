@@ -12,7 +12,7 @@ from typing import Any
 from kinformer.adaptive.rules import ThresholdConfig
 from kinformer.core.config import override
 from kinformer.family.kinds import kinds
-from kinformer.generation.packed import pack
+from kinformer.generation.weights import pack
 from kinformer.lab.calibration.options import CalibrateOptions
 from kinformer.lab.calibration.risk import Tested, chosen, fixed_sequence, grid
 from kinformer.lab.calibration.search import Draw, outlook

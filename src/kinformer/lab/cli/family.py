@@ -254,7 +254,7 @@ def setting_rows(config: Config, indent: str, brief: bool, explain: bool = True)
 
     if (package := tags(config).get("package")) is not None:
         yield f"{indent}package = {package}", ""
-    defaults, same = {field.name: field.default for field in fields(config)}, []  # type: ignore[arg-type]
+    defaults, same = {field.name: field.default for field in fields(config)}, []
     for name in field_types(type(config)):
         value, text = getattr(config, name), meaning(type(config), name) if explain else ""
         if brief and value == defaults[name]:

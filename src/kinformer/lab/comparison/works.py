@@ -19,8 +19,8 @@ from kinformer.core.model import CausalModel, WholeModel
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.family.kinds import kinds
-from kinformer.generation.packed import pack
 from kinformer.generation.session import Session
+from kinformer.generation.weights import pack
 from kinformer.lab.comparison import options
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import few_rows

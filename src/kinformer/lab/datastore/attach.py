@@ -238,7 +238,7 @@ def _retrieving(
     run: StoredRun, model: Decoder, open_run: OpenRun, options: StoreOptions, rows: int | None
 ) -> Decoder | RetrievingDecoder:
     """Return ``model`` with its datastore and the retriever that made it (SPALM)."""
-    from kinformer.generation.packed import pack
+    from kinformer.generation.weights import pack
     from kinformer.lab.datastore.retrieval import RetrievingDecoder
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):

@@ -312,7 +312,7 @@ def describe(config: Config) -> str:
         return f"not {_inner(config.pattern)}"  # type: ignore[attr-defined]
     if inner:
         return name
-    words = [_option(field, getattr(config, field.name), config) for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    words = [_option(field, getattr(config, field.name), config) for field in dataclasses.fields(config)]
     return ": ".join(filter(None, [name, ", ".join(filter(None, words))]))
 
 

@@ -174,7 +174,7 @@ def _packed_flops(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: 
 
 
 PACKED = {torch.ops.mkldnn._linear_pointwise: _packed_flops} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}
-"""The FLOP counters of products with packed weights (``generation.packed``)."""
+"""The FLOP counters of products with packed weights (``generation.weights``)."""
 
 
 # Steps per token in a model whose stack lets tokens halt.

@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, SourceModel, WholeModel
-from kinformer.core.state import Leaf
 from kinformer.family.table import member as member_called
-from kinformer.generation.packed import use_package
+from kinformer.generation.weights import Leaf, use_package
 from kinformer.interop import graphs
 from kinformer.interop.architecture import Padding
 from kinformer.interop.settings import TOKENIZER, labels_of

@@ -17,8 +17,7 @@ import torch
 
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.parts import NeedsStore
-from kinformer.generation.packed import pack
-from kinformer.generation.weights import as_weights
+from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data.files import atomic_write, spooled
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
 from kinformer.lab.datastore.evaluate import evaluate_datastore

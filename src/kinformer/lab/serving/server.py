@@ -35,10 +35,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kinformer.generation.packed import pack
 from kinformer.generation.sampling import ends_of_text
 from kinformer.generation.session import require_ids
-from kinformer.generation.weights import as_weights
+from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.labelled import TextItem
 from kinformer.lab.data.tokenizer import prompt_ids
