@@ -174,9 +174,11 @@ def layer(
 
 
 def layers() -> list[LayerRecord]:
-    """Return the names that :func:`layer` takes, with ``.title``, ``.causal``, ``.growth`` and ``.settings``.
+    """Return the names that :func:`layer` takes, with ``.title``, ``.causal``, ``.bidirectional``, ``.growth`` and
+    ``.settings``.
 
-    ``print(record)`` shows the settings and their defaults.
+    ``print(kinformer.layers())`` shows which are causal, bidirectional, or both; ``print(record)`` also shows the
+    settings and their defaults.
     """
     from kinformer.nn.modules import layers
 

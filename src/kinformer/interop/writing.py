@@ -138,7 +138,11 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     if classifies:  # in transformers the matrix of the classes stands where the matrix of the tokens does
         data["head"] = to_dict(LanguageModelHead.Config(tied=False))
     differences: dict[str, list[tuple[str, object]]] = {}
-    for kind in _candidates(data, padding):
+    kinds = (data["kind"], data["input"]["kind"])
+    tried = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
+    if padding and padding.text == "<pad>":  # as RoBERTa spells it; its models are also BERTs
+        tried.sort(key=lambda name: name != "roberta")
+    for kind in tried:
         if classifies and kind not in CLASSIFIERS:
             continue
         form = ARCHITECTURES[kind]
@@ -162,13 +166,6 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     title = min(differences, key=lambda name: len(differences[name]))
     path, value = differences[title][0]
     return f"{title}, the nearest architecture written natively, does not have {path} = {value!r}"
-
-
-def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:
-    """Return the types that a ``model`` may be; RoBERTa before BERT where padding is spelled as there."""
-    kinds = (model["kind"], model["input"]["kind"])
-    names = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
-    return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
 
 
 def _explicit(config: ModelConfig) -> ModelConfig:
