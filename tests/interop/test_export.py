@@ -174,6 +174,7 @@ def test_padding_beams_and_continued_caches(model):
     assert torch.equal(*beams)
     first = model.generate(ids, return_dict_in_generate=True, **options)
     name = next(name for name in ("cache", "past_key_values") if name in first)
+    assert first[name] and not type(first[name])()  # so that `if past_key_values:` means what it says
     again = model.generate(first.sequences, **{name: first[name]}, **options)
     assert torch.equal(again, model.generate(ids, max_new_tokens=12, do_sample=False))
 

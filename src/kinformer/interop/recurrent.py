@@ -423,7 +423,7 @@ GRANITE4 = Table(
     layer_types=None,
 )
 OF_GRANITE4: dict[str, Any] = {
-    "required": {"mlp_bias": False, "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
+    "required": {"mlp_bias": False, "mamba_proj_bias": False},
     "names": {"layers_block_type": "layer_types"},
 }
 MAMBA2 = KERNEL | {"scale": False, "head_norm": "rms_group", "feature_map": {"kind": "identity"}, "skip": True}
@@ -451,6 +451,10 @@ def _granite4(full: Settings) -> ConfigData:
     inside, heads = full.integer("mamba_expand") * model["dim"], full.integer("mamba_n_heads")
     if full["mamba_d_head"] == "auto":
         full = full.changed(mamba_d_head=inside // heads)
+    if full.get("time_step_limit") not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise full.error(
+            f"time_step_limit is {excerpt(full['time_step_limit'])}, but only 0 to infinity can be imported."
+        )
     if LINEAR in kinds and heads * full.integer("mamba_d_head") != inside:
         raise full.error(f"mamba_n_heads is {heads}, but times mamba_d_head it must be {inside}.")
     for layer, kind in zip(model["layers"], kinds, strict=True):
