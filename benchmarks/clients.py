@@ -4,8 +4,9 @@ Every trial runs the installed package itself on a run of the recipe ``tiny``, t
 standard library, and compares the outcome with Kinformer's own: tokens and texts must be equal, numbers to 1e-5 of the
 largest. Packages that are not installed are named as not run.
 
-    python benchmarks/clients.py                          # about four minutes
+    python benchmarks/clients.py                          # about five minutes
     python benchmarks/clients.py --clients openai torch   # these alone; other rows stay as the result file has them
+    python benchmarks/clients.py --resume                 # after a stop
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer-xl": ("transformer-xl", {}),
     "bert": ("bert", {"task": "mlm"}),
     "linformer": ("linformer", {"task": "mlm"}),
-    "vit": ("vit", {"task": "vision", "steps": 5}),
-    "convformer": ("convformer", {"task": "vision", "steps": 5}),
+    "vit": ("vit", {"task": "vision", "steps": 5, "length": None}),
+    "convformer": ("convformer", {"task": "vision", "steps": 5, "length": None}),
 }
 CAUSAL = ("gpt", "rope", "llama", "mixtral", "local", "alibi", "linear-transformer", "gated-deltanet", "mamba2")
 FEW = ("llama", "gated-deltanet")
@@ -343,6 +344,7 @@ TRIALS = (
     Trial("onnxruntime", "a greedy text from a graph", ("linear-transformer",), run_by_onnx),
 )
 CLIENTS = tuple(dict.fromkeys(trial.client for trial in TRIALS))
+ORDER = [(trial.client, trial.use) for trial in TRIALS]
 
 
 def version_of(client: str) -> str | None:
@@ -352,46 +354,45 @@ def version_of(client: str) -> str | None:
         return None
 
 
-def rows_of(trial: Trial, runs: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for name in runs:
-        difference = trial.check(name)
-        yield {
-            "client": trial.client,
-            "version": version_of(trial.client),
-            "use": trial.use,
-            "run": name,
-            "form": ("native" if exported(name).native else "with code") if name in RUNS else "layer",
-            "difference": difference,
-            "holds": difference <= LIMIT,
-        }
+def row_of(trial: Trial, name: str) -> dict[str, Any]:
+    difference = trial.check(name)
+    return {
+        "client": trial.client,
+        "version": version_of(trial.client),
+        "use": trial.use,
+        "run": name,
+        "form": "layer" if trial.client == "torch" else "native" if exported(name).native else "with code",
+        "difference": difference,
+        "holds": difference <= LIMIT,
+    }
 
 
 def main() -> None:
     global FOLDER
     parser = arguments(__doc__)
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS, help="the clients to run")
+    parser.add_argument("--resume", action="store_true", help="keep all rows of the result file, and add what it lacks")
     options = prepare(parser)
     path, table = options.out or RESULTS / "clients.json", []
     if path.is_file() and not options.quick:
         before = json.loads(path.read_text(encoding="utf-8"))["table"]
-        table = [row for row in before if row["client"] not in options.clients]
+        table = [row for row in before if options.resume or row["client"] not in options.clients]
+    why = {name: "no trial here" if find_spec(name) else "not installed" for name in NOT_TRIED}
+    not_run = {name: f"{use}: {why[name]}" for name, use in NOT_TRIED.items()}
+    not_run |= {client: "not installed" for client in CLIENTS if version_of(client) is None}
     with tempfile.TemporaryDirectory() as place:
         FOLDER = Path(place)
         for trial in TRIALS:
-            if trial.client in options.clients and version_of(trial.client) is not None:
-                table += rows_of(trial, trial.runs[:1] if options.quick else trial.runs)
-    table.sort(key=lambda row: CLIENTS.index(row["client"]))
-    show(
-        "clients",
-        ("client", "use", "run", "form", "difference", "holds"),
-        [[row[name] for name in ("client", "use", "run", "form", "difference", "holds")] for row in table],
-    )
-    left_out = [client for client in CLIENTS if version_of(client) is None]
-    why = {name: "no trial here" if find_spec(name) else "not installed" for name in NOT_TRIED}
-    not_run = {name: f"{use}: {why[name]}" for name, use in NOT_TRIED.items()}
-    not_run |= dict.fromkeys(left_out, "not installed")
+            if trial.client not in options.clients or trial.client in not_run:
+                continue
+            done = {row["run"] for row in table if (row["client"], row["use"]) == (trial.client, trial.use)}
+            runs = trial.runs[:1] if options.quick else trial.runs
+            table += [row_of(trial, name) for name in runs if name not in done]
+            table.sort(key=lambda row: ORDER.index((row["client"], row["use"])))
+            save(options, "clients", {"holds": all(row["holds"] for row in table), "table": table, "not_run": not_run})
+    header = ("client", "use", "run", "form", "difference", "holds")
+    show("clients", header, [[row[name] for name in header] for row in table])
     print(*(f"not run: {name}, {reason}" for name, reason in not_run.items()), sep="\n")
-    save(options, "clients", {"holds": all(row["holds"] for row in table), "table": table, "not_run": not_run})
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Settings(dict[str, Any]):
             raise self.error(f"{name} is {excerpt(value)}, but must be a number above 0.")
         return float(value)
 
-    def each(self, name: str, read: Callable[[Settings, str], N]) -> list[N]:
+    def numbers(self, name: str, read: Callable[[Settings, str], N]) -> list[N]:
         """Return a list of numbers, each as ``read`` reads it."""
         values = self.get(name)
         if not isinstance(values, list) or not values:
@@ -288,7 +288,7 @@ SCALINGS: dict[str, dict[str, str]] = {
 READERS: dict[str, Callable[[Settings, str], object]] = {
     "original_length": Settings.integer,
     "truncate": Settings.switch,
-    "factors": lambda settings, name: settings.each(name, Settings.positive),
+    "factors": lambda settings, name: settings.numbers(name, Settings.positive),
 }
 """The readers of settings other than positive numbers."""
 
