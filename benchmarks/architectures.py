@@ -153,8 +153,8 @@ Results = dict[tuple[str, str], dict[str, list[bool]]]
 
 
 def outcomes(folder: Path) -> dict[str, list[tuple[str, bool]]]:
-    """Run the test files that have no report in ``folder``, and return, by file and function, the id of every case that
-    was run and whether it passed."""
+    """Run the test files without a report in ``folder``. Return, by file and function, the id of every case that was run
+    and whether it passed."""
     result = defaultdict(list)
     for file in sorted({proof.test.partition(".")[0] for proof in PROOFS}):
         report, unfinished = folder / f"{file}.xml", folder / f"{file}.unfinished"

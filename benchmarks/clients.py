@@ -1,8 +1,8 @@
 """Which clients take exported runs, served runs and layers of this library, and do they give its own outputs?
 
-Every trial runs the installed package itself on a run of the recipe ``tiny``, trained for a few steps on bytes of the
-standard library, and compares the outcome with Kinformer's own: tokens and texts must be equal, numbers to 1e-5 of the
-largest. Packages that are not installed are named as not run.
+Every trial runs the installed package itself on a run of the recipe ``tiny``, of bytes, whose weights are random and
+large, and compares the outcome with Kinformer's: tokens and texts must be equal, numbers to 1e-5 of the largest. The
+result names the packages that are not installed.
 
     python benchmarks/clients.py                          # about five minutes
     python benchmarks/clients.py --clients openai torch   # these alone; other rows stay as the result file has them
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 
 import kinformer
 from common import RESULTS, arguments, prepare, save, show
+from kinformer.lab.runs.run import save_weights
 from kinformer.nn import MultiheadAttention
 
-LIMIT, NEW, TEXT = 1e-5, 24, "def __init__(self"
+LIMIT, NEW, TEXT, NOISE = 1e-5, 24, "def __init__(self", 0.2
 RMS = {"layers.*.norm": "rms_norm", "norm": "rms_norm"}
-SIZES = {"recipe": "tiny", "steps": 40, "length": 64, "batch_size": 8, "seed": 0, "device": "cpu"}
+SIZES = {"recipe": "tiny", "steps": 2, "length": 64, "batch_size": 8, "seed": 0, "device": "cpu"}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {}),
     "rope": ("rope", {}),
@@ -46,8 +47,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer-xl": ("transformer-xl", {}),
     "bert": ("bert", {"task": "mlm"}),
     "linformer": ("linformer", {"task": "mlm"}),
-    "vit": ("vit", {"task": "vision", "steps": 5, "length": None}),
-    "convformer": ("convformer", {"task": "vision", "steps": 5, "length": None}),
+    "vit": ("vit", {"task": "vision", "length": None}),
+    "convformer": ("convformer", {"task": "vision", "length": None}),
 }
 CAUSAL = ("gpt", "rope", "llama", "mixtral", "local", "alibi", "linear-transformer", "gated-deltanet", "mamba2")
 FEW = ("llama", "gated-deltanet")
@@ -78,9 +79,14 @@ FOLDER = Path()
 
 @cache
 def run_of(name: str) -> Path:
+    """Return a run whose weights are so large that a greedy text does not repeat one token."""
     member, options = RUNS[name]
-    torch.manual_seed(0)
     kinformer.train(member, out=FOLDER / name, quiet=True, **SIZES | options)
+    torch.manual_seed(0)
+    model = kinformer.load(FOLDER / name)
+    for parameter in model.parameters():
+        parameter.data += NOISE * torch.randn_like(parameter)
+    save_weights(FOLDER / name, model.state_dict())
     return FOLDER / name
 
 
@@ -152,7 +158,7 @@ def written(name: str) -> float:
 
 
 def fine_tuned(name: str) -> float:
-    """Trainer makes three steps; the folder that it saves computes what the trained model computes."""
+    """Trainer makes three steps; its saved folder has the logits of the trained model."""
     import transformers
 
     model, ids = theirs(name).train(), prompt(6)
@@ -293,7 +299,7 @@ def embedded(name: str) -> float:
 
 
 def judged(name: str) -> float:
-    """Log-likelihoods of the harness's model ``kinformer`` and of its own model ``hf`` on the export."""
+    """Log-likelihoods by the harness's model ``kinformer`` on the run, and by ``hf`` on the export."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -371,7 +377,9 @@ def main() -> None:
     global FOLDER
     parser = arguments(__doc__)
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS, help="the clients to run")
-    parser.add_argument("--resume", action="store_true", help="keep all rows of the result file, and add what it lacks")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep all rows of the result file, and add the missing ones"
+    )
     options = prepare(parser)
     path, table = options.out or RESULTS / "clients.json", []
     if path.is_file() and not options.quick:

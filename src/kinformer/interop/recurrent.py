@@ -413,15 +413,10 @@ MAMBA = Table(
     mamba_n_groups=At(1, "key_heads"),
     mamba_d_conv=At(4, "convolution", Settings.several),
     mamba_conv_bias=At(True, "convolution_bias"),
-    rms_norm_eps=At(1e-6, "norm_eps"),
 )
 """The settings of Mamba-2."""
-GRANITE4 = Table(
-    {**GRANITE, **GRANITE_EXPERTS, **MAMBA, "rms_norm_eps": GRANITE["rms_norm_eps"]},
-    mamba_expand=2,
-    position_embedding_type=None,
-    layer_types=None,
-)
+GRANITE4_OWN = {"mamba_expand": 2, "position_embedding_type": None, "layer_types": None}
+GRANITE4 = Table(GRANITE, **GRANITE_EXPERTS, **MAMBA, **GRANITE4_OWN)
 OF_GRANITE4: dict[str, Any] = {
     "required": {"mlp_bias": False, "mamba_proj_bias": False},
     "names": {"layers_block_type": "layer_types"},
@@ -443,9 +438,7 @@ def _granite4(full: Settings) -> ConfigData:
     older = {"attention": FULL, "mamba": LINEAR}
     kinds = [LINEAR] * full["num_hidden_layers"] if full["layer_types"] is None else full["layer_types"]
     kinds = full.changed(layer_types=[older.get(kind, kind) for kind in kinds]).layer_types(FULL, LINEAR)
-    if full["position_embedding_type"] is not None:
-        full.choice("position_embedding_type", "rope")
-    position = {"kind": "none"} if full["position_embedding_type"] is None else rope(full)
+    position = rope(full) if full["position_embedding_type"] == "rope" else {"kind": "none"}
     sparse, width = full.count("num_local_experts") > 0, full.integer("shared_intermediate_size")
     model = _granite(full if sparse else full.changed(intermediate_size=width), positions={FULL: position})
     inside, heads = full.integer("mamba_expand") * model["dim"], full.integer("mamba_n_heads")
@@ -459,7 +452,7 @@ def _granite4(full: Settings) -> ConfigData:
         raise full.error(f"mamba_n_heads is {heads}, but times mamba_d_head it must be {inside}.")
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == LINEAR:
-            layer["mixer"] = MAMBA.fill({**MAMBA2}, full)
+            layer["mixer"] = MAMBA.fill(MAMBA2 | {"norm_eps": full.number("rms_norm_eps")}, full)
         if sparse:
             layer["feed_forward"] = GRANITE_EXPERTS.fill({"kind": "experts"}, full)
     return model
@@ -534,10 +527,8 @@ def _lfm2(full: Settings) -> ConfigData:
     kinds = [FULL if exact is None or number in exact else CONV for number in numbers]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, CONV)
     if full.switch("block_auto_adjust_ff_dim"):
-        width = int(2 * full.integer("intermediate_size") / 3)
-        if full["block_ffn_dim_multiplier"] is not None:
-            width = int(full.positive("block_ffn_dim_multiplier") * width)
-        step = full.integer("block_multiple_of")
+        factor = 1.0 if full["block_ffn_dim_multiplier"] is None else full.positive("block_ffn_dim_multiplier")
+        width, step = int(factor * int(2 * full.integer("intermediate_size") / 3)), full.integer("block_multiple_of")
         full = full.changed(intermediate_size=-(-width // step) * step)
     model = like_llama(full, normed=True, biases=(False, False), positions={FULL: rope(full, base=1e6)})
     for layer, kind in zip(model["layers"], kinds, strict=True):

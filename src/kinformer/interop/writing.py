@@ -309,7 +309,10 @@ def write_model(
     tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
     count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
     write_json(folder / CONFIG, settings)
-    prepared = _preprocessor(settings["composition"]) if form.native is None else form.native.preprocessor
+    prepared = None if form.native is None else form.native.preprocessor
+    if form.native is None and (size := settings["composition"]["input"].get("size")) is not None:
+        # A model with code normalises images itself.
+        prepared = preprocessor({"size": size, "channels": 3, "mean": (), "std": ()}, IMAGES)
     if prepared is not None:
         write_json(folder / PREPROCESSOR, prepared)
     if form.auto_class in GENERATES:
@@ -355,12 +358,6 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Jso
         return settings | {"is_encoder_decoder": True, "decoder_start_token_id": begin, "pad_token_id": begin}
     classes = composition["head"].get("classes")
     return settings if classes is None else settings | labels(classes)
-
-
-def _preprocessor(composition: ConfigView) -> JsonObject | None:
-    """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
-    size = composition["input"].get("size")
-    return None if size is None else preprocessor({"size": size, "channels": 3, "mean": (), "std": ()}, IMAGES)
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
