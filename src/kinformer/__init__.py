@@ -174,8 +174,7 @@ def layer(
 
 
 def layers() -> list[LayerRecord]:
-    """Return the names that :func:`layer` takes, with ``.title``, ``.causal``, ``.bidirectional``, ``.growth`` and
-    ``.settings``.
+    """Return records of the names that :func:`layer` takes: ``.title``, ``.causal``, ``.growth``, ``.settings``.
 
     ``print(kinformer.layers())`` shows which are causal, bidirectional, or both; ``print(record)`` also shows the
     settings and their defaults.

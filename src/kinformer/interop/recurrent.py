@@ -415,8 +415,7 @@ MAMBA = Table(
     mamba_conv_bias=At(True, "convolution_bias"),
 )
 """The settings of Mamba-2."""
-GRANITE4_OWN = {"mamba_expand": 2, "position_embedding_type": None, "layer_types": None}
-GRANITE4 = Table(GRANITE, **GRANITE_EXPERTS, **MAMBA, **GRANITE4_OWN)
+GRANITE4 = Table(GRANITE, **GRANITE_EXPERTS, **MAMBA, mamba_expand=2, position_embedding_type=None, layer_types=None)
 OF_GRANITE4: dict[str, Any] = {
     "required": {"mlp_bias": False, "mamba_proj_bias": False},
     "names": {"layers_block_type": "layer_types"},
@@ -511,8 +510,7 @@ class Granite(Decoder):
 
 # LFM2.
 
-CONV = "conv"
-"""What ``layer_types`` calls a gated convolution."""
+CONV = "conv"  # the kind of a layer with a gated convolution
 LFM2_WIDTH = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
 LFM2_KINDS = {"layer_types": None, "full_attn_idxs": None, "conv_L_cache": 3}
 LFM2 = LLAMA.changed(num_key_value_heads=8, rms_norm_eps=1e-5, tie_word_embeddings=True, **LFM2_WIDTH, **LFM2_KINDS)
@@ -564,11 +562,8 @@ def _write_lfm2(model: ConfigView) -> JsonObject:
     settings, convolution = _write_kinds(model, "gated_convolution", CONV)
     for name in ("head_dim", "attention_bias", "attention_dropout", "hidden_act"):
         del settings[name]
-    return settings | {
-        "norm_eps": settings.pop("rms_norm_eps"),
-        "conv_L_cache": convolution["width"],
-        "block_auto_adjust_ff_dim": False,
-    }
+    settings |= {"norm_eps": settings.pop("rms_norm_eps"), "conv_L_cache": convolution["width"]}
+    return settings | {"block_auto_adjust_ff_dim": False}
 
 
 # Decoders of flash-linear-attention, which are read only.

@@ -214,7 +214,6 @@ class ShiftState(NamedTuple):
 class HoldsTokens(Crosses, CausalMixer):
     """A mixer x [batch, time, dim] -> y [batch, time, dim] whose state holds the last ``context`` tokens."""
 
-    dim: int
     context: int = 1
 
     def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ShiftState:

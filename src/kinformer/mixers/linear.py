@@ -299,11 +299,8 @@ class LinearAttention(Crosses, CausalMixer):
         self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
         self.channels = sum(self.widths[: RULES[config.rule].convolves])
-        self.convolution = (
-            ShortConvolution(config.convolution, self.key_heads, self.channels, config.convolution_bias)
-            if config.convolution
-            else None
-        )
+        taps = config.convolution, self.key_heads, self.channels, config.convolution_bias
+        self.convolution = ShortConvolution(*taps) if config.convolution else None
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = build_value_gate(config.gate, config.gate_rank, dim, heads * self.value_dim)
         self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None
