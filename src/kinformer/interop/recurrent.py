@@ -159,7 +159,8 @@ def _olmo(full: Settings) -> ConfigData:
     if FULL not in kinds and full.get("layer_types") is None:
         kinds[-1] = FULL
     base = {"rope_theta": 10000.0, **full, **rope_table(full)}["rope_theta"]  # null: no positions
-    position, full = {"kind": "none"} if base is None else rope(full), _olmo_sizes(full)
+    position: ConfigData = {"kind": "none"} if base is None else rope(full)
+    full = _olmo_sizes(full)
     model = like_llama(full, normed=True, positions={FULL: position})
     linear = delta(full, OLMO_NORM_EPS)
     linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
@@ -437,7 +438,7 @@ def _granite4(full: Settings) -> ConfigData:
     older = {"attention": FULL, "mamba": LINEAR}
     kinds = [LINEAR] * full["num_hidden_layers"] if full["layer_types"] is None else full["layer_types"]
     kinds = full.changed(layer_types=[older.get(kind, kind) for kind in kinds]).layer_types(FULL, LINEAR)
-    position = rope(full) if full["position_embedding_type"] == "rope" else {"kind": "none"}
+    position: ConfigData = rope(full) if full["position_embedding_type"] == "rope" else {"kind": "none"}
     sparse, width = full.count("num_local_experts") > 0, full.integer("shared_intermediate_size")
     model = _granite(full if sparse else full.changed(intermediate_size=width), positions={FULL: position})
     inside, heads = full.integer("mamba_expand") * model["dim"], full.integer("mamba_n_heads")
