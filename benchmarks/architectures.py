@@ -153,7 +153,7 @@ Results = dict[tuple[str, str], dict[str, list[bool]]]
 
 
 def outcomes(folder: Path) -> dict[str, list[tuple[str, bool]]]:
-    """Run the test files without a report in ``folder``. Return, by file and function, the id of every case that was run
+    """Run the test files without a report in ``folder``. Return, by file and function, the id of every case that ran
     and whether it passed."""
     result = defaultdict(list)
     for file in sorted({proof.test.partition(".")[0] for proof in PROOFS}):

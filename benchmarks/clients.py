@@ -377,9 +377,7 @@ def main() -> None:
     global FOLDER
     parser = arguments(__doc__)
     parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=CLIENTS, help="the clients to run")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows of the result file, and add missing ones"
-    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the result file, and add missing ones")
     options = prepare(parser)
     path, table = options.out or RESULTS / "clients.json", []
     if path.is_file() and not options.quick:
