@@ -5,6 +5,7 @@ passed for an architecture, at tiny random weights against transformers' own cla
 (fla), whose numbers are in a golden file. A failed test shows as FAILED.
 
     python benchmarks/architectures.py
+    python benchmarks/architectures.py --reports FOLDER    # again after a stop: test files with a report there are done
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -56,6 +58,29 @@ PROOFS = (
     Proof("test_marian.test_same_logits", "in", "marian", ("logits", "padding")),
     Proof("test_modernbert.test_same_logits", "in", "modernbert", ("logits", "padding")),
     Proof("test_modernbert.test_same_gradients", "in", "modernbert", ("gradients",)),
+    Proof("test_modernbert.test_classes_of_texts", "in", "modernbert of classes", ("logits",)),
+    Proof("test_encoders.test_same_classes", "in", "{name} of classes", ("logits",), r".*-(?P<name>[a-z_]+)"),
+    Proof("test_big_bird.test_same_classes", "in", "big_bird of classes", ("logits",)),
+    Proof(
+        "test_decoders.test_narrow_vectors_of_an_opt",
+        "in",
+        "opt of narrow vectors",
+        ("logits", "streaming", "padding", "generation"),
+    ),
+    Proof(
+        "test_export_encoders.test_the_ends_of_answers_go_in_and_out",
+        "in",
+        "{name} of answers",
+        ("logits", "padding"),
+        r"(?P<name>.*)",
+    ),
+    Proof(
+        "test_export_encoders.test_the_ends_of_answers_go_in_and_out",
+        "out",
+        "{name} of answers",
+        WRITTEN,
+        r"(?P<name>.*)",
+    ),
     Proof("test_decision_folders.test_same_actions", "in", "decision_transformer", ("logits",)),
     Proof("test_decision_folders.test_same_gradients", "in", "decision_transformer", ("gradients",)),
     Proof("test_decision_folders.test_streaming", "in", "decision_transformer", ("streaming",)),
@@ -127,22 +152,23 @@ PROOFS = (
 Results = dict[tuple[str, str], dict[str, list[bool]]]
 
 
-def outcomes() -> dict[str, list[tuple[str, bool]]]:
-    """Run the tests and return, by file and function, the id of every case that was run and whether it passed."""
-    files = sorted({proof.test.partition(".")[0] for proof in PROOFS})
-    paths = [TESTS / ("../family" if name == "test_parity" else "") / f"{name}.py" for name in files]
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths]
-        subprocess.run(list(map(str, command)), cwd=TESTS.parents[1], check=False, stdout=subprocess.DEVNULL)
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-        result = defaultdict(list)
-        for case in cases:
+def outcomes(folder: Path) -> dict[str, list[tuple[str, bool]]]:
+    """Run the test files without a report in ``folder``. Return, by file and function, the id of every case that ran
+    and whether it passed."""
+    result = defaultdict(list)
+    for file in sorted({proof.test.partition(".")[0] for proof in PROOFS}):
+        report, unfinished = folder / f"{file}.xml", folder / f"{file}.unfinished"
+        if not report.is_file():
+            path = TESTS / ("../family" if file == "test_parity" else "") / f"{file}.py"
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={unfinished}", path]
+            subprocess.run(list(map(str, command)), cwd=TESTS.parents[1], check=False, stdout=subprocess.DEVNULL)
+            unfinished.rename(report)
+            print(f"{file}: done", flush=True)
+        for case in ElementTree.parse(report).getroot().iter("testcase"):
             name, _, rest = str(case.get("name")).partition("[")
-            test = f"{str(case.get('classname')).rpartition('.')[2]}.{name}"
             if case.find("skipped") is None:
                 passed = case.find("failure") is None and case.find("error") is None
-                result[test].append((rest.removesuffix("]"), passed))
+                result[f"{file}.{name}"].append((rest.removesuffix("]"), passed))
     return result
 
 
@@ -170,11 +196,15 @@ def cell(passes: list[bool]) -> str:
 
 
 def main() -> None:
-    options = prepare(arguments(__doc__))
+    parser = arguments(__doc__)
+    parser.add_argument("--reports", type=Path, help="the folder of the test files' reports (a temporary one)")
+    options = prepare(parser)
     transformers = peer("transformers")
     if transformers is None:
         return
-    results = proven(outcomes())
+    with nullcontext(options.reports) if options.reports else tempfile.TemporaryDirectory() as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        results = proven(outcomes(Path(folder)))
     rows = [(*key, *(cell(row.get(law, [])) for law in LAWS)) for key, row in sorted(results.items())]
     show("tests that hold", ("direction", "architecture", *LAWS), rows)
     table = [

@@ -157,6 +157,17 @@ KINDS: dict[str, tuple[str, dict]] = {
         | {"num_local_experts": 0, "shared_intermediate_size": 24, "layer_types": ["full_attention"] * 3}
         | {"position_embedding_type": "rope", "rope_parameters": ROPE, "mamba_n_heads": 8},
     ),
+    "granitemoehybrid with mamba layers": (
+        "GraniteMoeHybrid",
+        MULTIPLIED
+        | {"num_local_experts": 0, "shared_intermediate_size": 24, "initializer_range": 0.1, "mamba_n_heads": 8}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_d_state": 6}
+        | {"mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8, "rope_parameters": ROPE},
+    ),
     "gpt_neox": ("GPTNeoX", {}),
     "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 3}),
@@ -194,10 +205,11 @@ MODELS = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Qwen3_5
 MAIN = ("gpt2", "llama")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 EXPERTS = ("mixtral", "glm4_moe", "kimi_linear", "qwen3_moe", "deepseek_v2", "deepseek_v3", "qwen3_next with experts")
-GRANITES = ("granite", "granitemoehybrid")
+GRANITES = ("granite", "granitemoehybrid", "granitemoehybrid with mamba layers")
 IMPORTED_ONLY = (
     *EXPERTS,
     *GRANITES,
+    "lfm2",
     "phi3",
     "smollm3",
     "olmo2",

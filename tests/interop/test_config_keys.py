@@ -27,7 +27,7 @@ INERT = {
     "decoder_layerdrop drop_path_rate mlp_dropout sparse_prediction sparse_pred_ignore_index",
     "what a forward returns, or how it computes the same": "dtype use_cache return_dict "
     "output_hidden_states output_router_logits chunk_size_feed_forward reorder_and_upcast_attn onnx_export "
-    "gradient_checkpointing deterministic_flash_attn number_of_conv_states",
+    "gradient_checkpointing deterministic_flash_attn number_of_conv_states mamba_chunk_size",
     "ids that logits do not depend on": "pad_token_id sep_token_id",
     "lengths that bound a text, or that the run is evaluated with": "max_position_embeddings max_seq_len",
     "which class of transformers reads the folder": "is_decoder is_encoder_decoder id2label num_labels",
@@ -37,10 +37,6 @@ INERT = {
 }
 """Keys that cannot change the outputs of what is imported, by their reason."""
 MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), "a part of weights")
-MAMBA = (
-    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
-    "mamba_conv_bias mamba_proj_bias time_step_limit"
-)
 UNREAD = {
     "deepseek_v2": {"head_dim": "transformers overwrites it"},
     **dict.fromkeys(
@@ -51,10 +47,7 @@ UNREAD = {
     "umt5": {"tie_word_embeddings": "transformers overwrites it"},
     "kimi_linear": {"head_dim": "transformers overwrites it"},
     "granite": MULTIPLIERS,
-    "granitemoehybrid": MULTIPLIERS
-    | dict.fromkeys(("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"), "experts are refused")
-    | dict.fromkeys(("layers_block_type", "num_hidden_layers"), "layer_types is refused where it differs")
-    | dict.fromkeys(MAMBA.split(), "layers of Mamba-2 are refused"),
+    "granitemoehybrid": MULTIPLIERS | {"layers_block_type": "another name of layer_types"},
     "decision_transformer": {"vocab_size": "no ids are read", "max_position_embeddings": "one row is read"},
     "gpt_neox": {"rope_theta": "transformers reads rotary_emb_base"},
     **dict.fromkeys(("swin", "swinv2"), {"num_hidden_layers": "transformers overwrites it"}),
@@ -72,7 +65,8 @@ BASES = {
     ],
     "deepseek_v3": [{"n_group": 1}, {"n_group": 4, "topk_group": 2}, {"n_group": 1, "num_key_value_heads": None}],
     "bloom": [{"pretraining_tp": 2}, {"slow_but_exact": True}],
-    "granitemoehybrid": [DENSE | {"position_embedding_type": "rope"}, DENSE],
+    "granitemoehybrid": [DENSE | {"position_embedding_type": "rope"}, DENSE, {"num_local_experts": 0}, {}],
+    "lfm2": [{}, {"full_attn_idxs": [0, 1]}],
     "kimi_linear": [{}, {"num_expert_group": 4, "topk_group": 2}, {"num_key_value_heads": None}],
     "mbart": [{"decoder_start_token_id": 5}],
     "marian": [{}, {"share_encoder_decoder_embeddings": False}],

@@ -51,6 +51,15 @@ IMPORTED = {
     **{name: (name, {}) for name in GRANITES},
     "granite untied": ("granite", {"tie_word_embeddings": False}),
     "granitemoehybrid without positions": ("granitemoehybrid", {"position_embedding_type": None}),
+    "granitemoehybrid with experts": (
+        "granitemoehybrid with mamba layers",
+        {"num_local_experts": 4, "intermediate_size": 20, "mamba_conv_bias": False, "mamba_n_groups": 1},
+    ),
+    "lfm2": ("lfm2", {}),
+    "lfm2 of plain sizes": (
+        "lfm2",
+        {"block_auto_adjust_ff_dim": False, "conv_L_cache": 4, "tie_word_embeddings": False},
+    ),
     "gemma2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "bloom with 6 heads": ("bloom", {"n_head": 6, "hidden_size": 24}),
@@ -139,12 +148,32 @@ def test_an_mpt_is_always_four_times_as_wide(pairs, tmp_path):
     assert form_of(model_config(model, "mpt")).native is None
 
 
-def test_a_granite_of_old_files_and_one_with_mamba_layers(pairs, tmp_path):
-    folder = shutil.copytree(pairs("granitemoehybrid").folder, tmp_path / "checkpoint")
-    edit(folder, layer_types=["attention"] * 3)
-    assert torch.equal(logits_of(folder, tmp_path / "run"), pairs("granitemoehybrid").ours(tokens())[0])
-    edit(folder, layer_types=["mamba", "attention", "attention"])
-    with pytest.raises(KinformerError, match="layer_types must be a list of 3 kinds .* only full_attention can be"):
+def test_a_granite_of_old_files(pairs, tmp_path):
+    pair = pairs("granitemoehybrid with mamba layers")
+    folder = shutil.copytree(pair.folder, tmp_path / "checkpoint")
+    edit(folder, layer_types="LEFT OUT", layers_block_type=["mamba", "attention", "mamba"], mamba_d_head="auto")
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pair.ours(tokens())[0])
+    for changes, message in (
+        ({"layers_block_type": ["mamba", "conv", "mamba"]}, "only full_attention, linear_attention can be imported"),
+        ({"mamba_d_head": 4}, "mamba_n_heads is 8, but times mamba_d_head it must be 64"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\], but only"),
+        ({"num_local_experts": 2}, "block_sparse_moe|lacks"),
+    ):
+        spoiled = shutil.copytree(folder, tmp_path / str(len(list(tmp_path.iterdir()))))
+        edit(spoiled, **changes)
+        with pytest.raises(KinformerError, match=message):
+            kinformer.import_checkpoint(spoiled, tmp_path / "none")
+
+
+def test_an_lfm2_of_old_files(pairs, tmp_path):
+    """Its authors' names of settings, a list of the layers with attention, and the width that these settings give."""
+    pair = pairs("lfm2")
+    folder = shutil.copytree(pair.folder, tmp_path / "checkpoint")
+    edit(folder, layer_types="LEFT OUT", full_attn_idxs=[1], block_ff_dim=48, intermediate_size=7, tie_embedding=True)
+    edit(folder, rope_parameters="LEFT OUT", rope_theta=500.0)
+    assert torch.equal(logits_of(folder, tmp_path / "run"), pair.ours(tokens())[0])
+    edit(folder, conv_bias=True)
+    with pytest.raises(KinformerError, match="conv_bias is True, but only False can be imported"):
         read_checkpoint(folder)
 
 

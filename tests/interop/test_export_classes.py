@@ -423,7 +423,7 @@ REFUSED = {
         "linear translator",
         {key: torch.zeros(1, size, dtype=torch.int64) for key, size in
          {"input_ids": 3, "attention_mask": 2, "decoder_input_ids": 1}.items()},
-        r"must have the shape of the source, \[1, 3\]",
+        r"must have the shape of the input, \[1, 3\]",
     ),
 }  # fmt: skip
 

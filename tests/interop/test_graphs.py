@@ -22,7 +22,7 @@ from kinformer.runtime.files import checksum, signed
 from tests.interop.test_export import saved_run
 
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
-HYBRID = {"layers.1": configure("gpt", "tiny", 256).layers[0]}
+HYBRID = {"layers.1": configure("gpt", "tiny", 256).layers[0], "layers.0.mixer.convolution_bias": True}
 EXPERTS = {"kind": "experts", "num_experts": 4, "topk": 2}
 MIXED = {"layers.0.feed_forward": EXPERTS, "layers.1.mixer": {"kind": "lstm"}}
 OPERATORS = {

@@ -337,6 +337,7 @@ def test_a_layer_shows_its_settings():
         kinformer.layer("local", 64, window=32)
     )
     assert "bidirectional" in repr(kinformer.layer("performer", 64, causal=False))
+    assert "causal, num_heads=4, feature_map=elu()" in repr(kinformer.layer("linear-transformer", 64))
 
 
 def test_the_former_name_of_whole_warns():
@@ -356,7 +357,9 @@ def _padded_grid(name):
     ("call", "message"),
     [
         (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
-        (lambda: kinformer.layer("mamba", 64), "mamba"),
+        (lambda: kinformer.layer("mamba", 64), "did you mean 'mamba2'"),
+        (lambda: kinformer.layer("linea", 64), "'linear'"),
+        (lambda: kinformer.layer("bidirectionl", 64), "'bidirectional'"),
         (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is not a setting of the mixer 'softmax'"),
         (lambda: kinformer.layer("chosen_block", 64), "did you mean 'chosen_blocks'"),
         (lambda: kinformer.layer("gated-deltanet", 64, causal=False), "rule = 'delta' has no bidirectional form"),
@@ -443,3 +446,6 @@ def test_records_list_what_a_layer_takes():
     assert "pattern = 'local'" in str(records["local"])
     assert records["gated-deltanet"].growth == "constant"
     assert (records["cross"].causal, records["bidirectional"].causal) == (True, False)
+    shown = [repr(records[name]) for name in ("performer", "transformer-xl", "bert")]
+    assert shown == ["<performer: causal or bidirectional>", "<transformer-xl: causal>", "<bert: bidirectional>"]
+    assert str(records["performer"]).startswith("performer: causal or bidirectional; ")

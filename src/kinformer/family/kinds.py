@@ -19,7 +19,7 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, Pages, Registry, entry_p
 
 _ATTENTION = (
     "softmax", "memory", "compressive", "sinkhorn", "chosen_blocks", "linear", "recurrent", "buckets",
-    "tensorized", "cross", "path", "latent", "ttt",
+    "tensorized", "cross", "path", "latent", "ttt", "convolutions",
 )  # fmt: skip
 _ENCODERS = ("bidirectional", "encoders", "buckets", "recurrent", "tensorized", "sinkhorn", "convolutions")
 PAGES: Mapping[str, tuple[str, ...]] = {

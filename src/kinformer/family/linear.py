@@ -602,6 +602,7 @@ MAMBA2 = Member(
     exact_limit="no finite limit; with rates A of 0 it is linear attention without a normaliser, of values times steps",
     parity=(
         "Mamba-2 of transformers (tests/family/test_kernel_members.py)",
+        "Granite 4 of transformers, whole (tests/interop/test_decoders.py)",
         "log-linear attention of flash-linear-attention (tests/kernels/test_levels.py)",
     ),
     use_when="you want a constant state in the manner of state-space models, with few keys for many values",

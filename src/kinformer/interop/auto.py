@@ -672,7 +672,7 @@ class SourceReader(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: object) -> BaseModelOutput:
         """Return hidden states [batch, length, dim] of ``input_ids`` [batch, length], zero at padding."""
-        valid = _source_valid(attention_mask, len(input_ids), input_ids.shape[1])
+        valid = valid_in(attention_mask, input_ids)
         return BaseModelOutput(last_hidden_state=self.encoder(input_ids, valid))
 
 
@@ -725,7 +725,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
             state = self._state_in(before, cache, labels)
             if state is None:
                 hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
-                valid = _source_valid(attention_mask, *hidden.shape[:2])
+                valid = valid_in(attention_mask, hidden[..., 0])
                 state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
             valid = valid_of(decoder_attention_mask, decoder_input_ids)
             logits, state = self._continued(decoder_input_ids, valid, cache, state)
@@ -747,11 +747,12 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         return self.get_encoder()(source, attention_mask).last_hidden_state  # type: ignore[no-any-return]
 
 
-def _source_valid(attention_mask: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Return which tokens of sources [batch, length] are real; None without a mask."""
-    if attention_mask is not None and tuple(attention_mask.shape) != (batch, length):
+def valid_in(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
+    """Return which ``values`` [batch, length] are real; None without a mask."""
+    if attention_mask is not None and attention_mask.shape != values.shape:
         raise KinformerError(
-            f"attention_mask is {list(attention_mask.shape)}, but must have the shape of the source, {[batch, length]}."
+            f"attention_mask is {list(attention_mask.shape)}, but must have the shape of the input, "
+            f"{list(values.shape)}."
         )
     return None if attention_mask is None else attention_mask.bool()
 
@@ -791,22 +792,18 @@ class TextEncoder(KinformerModel):
                 raise KinformerError("token_type_ids: this model does not have types of tokens; leave them out.")
             del further["types"]
         marks = {name: one.long() for name, one in further.items() if one is not None}
-        valid, states = valid_of(attention_mask, tokens), None
-        shows = self._shows("output_hidden_states", output_hidden_states)
+        valid, shows = valid_of(attention_mask, tokens), self._shows("output_hidden_states", output_hidden_states)
         with (
             self._costs() as costs,
             self._vectors(inputs_embeds, valid),
             self._entered(shows, valid) as entered,
             self._attended(options, valid) as attended,
         ):
-            if shows:
-                taps = range(len(self.model.stack.order))
-                encoded = self.model.hidden(tokens, valid=valid, **marks, taps=taps)
-                logits = self.model.logits(encoded.long_input, valid)
-                logits = select_valid(logits, valid) if logits.dim() == 3 else logits
-                states = (entered(tokens), *encoded.tapped[:-1], encoded.long_input)
-            else:
-                logits = self.model(tokens, valid=valid, **marks)
+            taps = range(len(self.model.stack.order)) if shows else ()
+            encoded = self.model.hidden(tokens, valid=valid, **marks, taps=taps)
+            logits = self.model.logits(encoded.long_input, valid)
+            logits = select_valid(logits, valid) if logits.dim() == 3 else logits
+            states = (entered(tokens), *encoded.tapped[:-1], encoded.long_input) if shows else None
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs)
         weights = attended(tokens.shape[1])
         return as_output(self.output(loss=loss, logits=logits, hidden_states=states, attentions=weights), options)
@@ -931,8 +928,12 @@ class KinformerForCTC(KinformerModel):
         logits, state = (outputs, None) if isinstance(outputs, Tensor) else outputs
         loss = None
         if labels is not None:
+            precise, padding = logits.float().log_softmax(-1).transpose(0, 1), labels == IGNORED
+            targets, counts = labels.masked_fill(padding, BLANK), (~padding).sum(1)
+            # A transcript with too few positions has a loss of 0.
+            nats = ctc_loss(precise, targets, valid.sum(1), counts, BLANK, reduction="none", zero_infinity=True).sum()
             count = options.get("num_items_in_batch")
-            loss = _nats(logits, valid.sum(1), labels) / ((labels >= 0).sum().clamp(min=1) if count is None else count)
+            loss = nats / ((labels >= 0).sum().clamp(min=1) if count is None else count)
             absorbed = {} if state is None else pop_aux(state)[0]
             loss = self._with_costs(loss, labels, valid.numel(), options, costs, absorbed)
         logits = select_valid(logits, valid)
@@ -940,12 +941,8 @@ class KinformerForCTC(KinformerModel):
 
     def _positions(self, sound: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions [batch, time, width, mels] of ``sound`` [batch, samples] and which are real."""
-        if attention_mask is not None and attention_mask.shape != sound.shape:
-            raise KinformerError(
-                f"attention_mask is {list(attention_mask.shape)}, but must have the shape of input_values, "
-                f"{list(sound.shape)}."
-            )
-        lengths = [sound.shape[1]] * len(sound) if attention_mask is None else attention_mask.sum(1).tolist()
+        real = valid_in(attention_mask, sound)
+        lengths = [sound.shape[1]] * len(sound) if real is None else real.sum(1).tolist()
         config = self.model.config
         bank, causal = Filterbank(self.config.sampling_rate, config.input.mels), config.protocol is CausalModel
         width, stride = config.input.width, config.input.stride
@@ -956,13 +953,6 @@ class KinformerForCTC(KinformerModel):
         time = torch.arange(max(map(len, rows)))
         valid = time < torch.tensor([len(row) for row in rows])[:, None]
         return pad_sequence(rows, batch_first=True).to(sound.device), valid.to(sound.device)
-
-
-def _nats(logits: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-    """Return -log p of all transcripts ``labels`` [batch, n]; 0 where positions are too few for one."""
-    precise = logits.float().log_softmax(-1).transpose(0, 1)
-    targets, counts = labels.masked_fill(labels == IGNORED, BLANK), (labels != IGNORED).sum(1)
-    return ctc_loss(precise, targets, lengths, counts, blank=BLANK, reduction="none", zero_infinity=True).sum()
 
 
 CLASSES = (

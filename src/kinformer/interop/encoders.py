@@ -514,21 +514,16 @@ def _modern(full: Settings) -> ConfigData:
     head = {"kind": "masked_language", "bias": False}
     model = model_of(full, MODERN, layer, embedding_norm=norm, head=head)
     model["input"] |= special_tokens(full.place.parent, full, MODERN_TOKENS)
-    mixers = {
-        kind: mixer | {"position": rope(_theta(full, name), kind, base=base)}
-        for kind, name, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0))
-    }
+    mixers: dict[str, ConfigData] = {}
+    for kind, older, base in ((FULL, "global_rope_theta", 160_000.0), (WINDOW, "local_rope_theta", 10_000.0)):
+        theirs = full if full.get(older) is None else full.changed(rope_theta=full[older])
+        mixers[kind] = mixer | {"position": rope(theirs, kind, base=base)}
     side = "sliding_window" if full.get("sliding_window") is not None else "local_attention"
     window = full.integer(side) // (2 if side == "local_attention" else 1)
     mixers[WINDOW]["pattern"] = {"kind": "window", "window": window}
     layers: list[ConfigData] = [layer | {"mixer": mixers[kind]} for kind in _kinds(full)]
     layers[0]["mixer_norm"] = False
     return model | {"layers": layers}
-
-
-def _theta(full: Settings, name: str) -> Settings:
-    """Return the settings with the base of positions that older files call ``name``."""
-    return full if full.get(name) is None else full.changed(rope_theta=full[name])
 
 
 def _kinds(full: Settings) -> list[str]:

@@ -440,7 +440,6 @@ BLOOM_REQUIRED = {"apply_residual_connection_post_layernorm": False}
 LAYERS_AND_HEADS = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 GPT2_NAMES = {"hidden_size": "n_embd", "max_position_embeddings": "n_positions"} | LAYERS_AND_HEADS
 BLOOM_NAMES = {"n_embed": "hidden_size"} | LAYERS_AND_HEADS
-NO_WIDTH, NO_BIAS = {"head_dim": None}, {"no_bias": True}
 MPT_NAMES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
 ARCHITECTURES = {
     # OPT stands before GPT-2, which its models would be, too. OPT with another activation than ReLU is a GPT-2.

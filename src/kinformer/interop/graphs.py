@@ -200,14 +200,14 @@ def delta_rule(
     return _attend(rule, q, k, v, state, log_decay, beta)
 
 
-def short_convolution(x: Tensor, recent: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def short_convolution(x: Tensor, recent: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the convolved chunk, with SiLU, and the tokens before the next (see ``parts.output_parts``)."""
     batch, heads, time, channels = x.shape
     taps = weight.flip(0).permute(1, 2, 0).reshape(heads * channels, 1, -1)  # the last tap is of the token itself
     context = taps.shape[2] - 1
     mixed, after = _emit(
         "CausalConvWithState",
-        (_by_channel(x), taps, None, _by_channel(recent.to(x.dtype))),
+        (_by_channel(x), taps, None if bias is None else bias.flatten(), _by_channel(recent.to(x.dtype))),
         {"activation": "silu"},
         ([batch, heads * channels, time], [batch, heads * channels, context]),
         (x.dtype, x.dtype),

@@ -105,7 +105,8 @@ def patches(full: Settings, **settings: object) -> ConfigData:
 
 def _pair(full: Settings, name: str) -> list[int]:
     value = full.get(name)
-    values = full.changed(**{name: value if isinstance(value, list) else [value, value]}).integers(name)
+    both = full.changed(**{name: value if isinstance(value, list) else [value, value]})
+    values = both.numbers(name, Settings.integer)
     if len(values) != 2:
         raise full.error(f"{name} is {value!r}, but must be one whole number, or rows and columns.")
     return values
@@ -316,7 +317,7 @@ def _swin(full: Settings) -> ConfigData:
     second = full["model_type"] == "swinv2"
     if any(full.get("pretrained_window_sizes") or ()):
         raise full.error("pretrained_window_sizes are not 0; biases of one window only can be imported.")
-    depths, heads = full.integers("depths"), full.integers("num_heads")
+    depths, heads = full.numbers("depths", Settings.integer), full.numbers("num_heads", Settings.integer)
     if len(depths) != len(heads):
         raise full.error(f"depths are of {plural(len(depths), 'stage')}, but num_heads of {len(heads)}.")
     if full.number("layer_norm_eps") != 1e-5:

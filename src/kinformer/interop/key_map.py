@@ -151,8 +151,10 @@ class Taps(Blocks):
     def read(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         heads, rows = self.sizes(layer)
         counts = [sum(rows[block] for block in product.blocks) for product in self.there]
-        joined = super().read(torch.cat(list(tensors)).squeeze(1).split(counts), layer)
-        return [tensor.mT.flip(0).unflatten(1, (heads, -1)).contiguous() for tensor in joined]
+        whole = torch.cat(list(tensors))
+        taps = super().read(whole.reshape(len(whole), -1).mT.flip(0).mT.split(counts), layer)
+        ours = [tensor.mT.unflatten(1, (heads, -1)).contiguous() for tensor in taps]
+        return ours if whole.dim() > 1 else [bias[0] for bias in ours]
 
     def write(self, tensors: Sequence[Tensor], layer: ConfigView) -> list[Tensor]:
         parts = super().write([tensor.flatten(1).flip(0).mT for tensor in tensors], layer)
@@ -224,6 +226,10 @@ DELTA_FUSED = Blocks(
 )
 TAPS, TAPS_JOINED = (Taps(there, (Product("qkv", True),), _kernel) for there in (_apart("qkv"), (Product("qkv"),)))
 TAPS_OF_KEYS = Taps(_apart("qk"), (Product("qk", True),), _kernel)
+CHANNEL_TAPS = Taps(_apart("x"), _apart("x"), lambda layer: (1, {"x": layer["dim"]}))
+MAMBA_PRODUCTS = Blocks((Product("gvkqa"),), (Product("qkv"), Product("g"), Product("a")), _kernel)
+"""Mamba's gate, values, keys, queries and steps are one product there."""
+MAMBA_TAPS = Taps((Product("vkq"),), (Product("qkv", True),), _kernel)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
+from kinformer.interop.architecture import Decoder, decoder_of
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
-from kinformer.interop.settings import COMMON, CONFIG, FULL, LINEAR, WINDOW, At, Settings, Table, rope, rope_parameters
+from kinformer.interop.settings import COMMON, FULL, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import JsonObject
 
@@ -49,11 +48,6 @@ GEMMA2 = GEMMA.changed(
     final_logit_softcapping=30.0,
 )
 GEMMA3 = GEMMA2.changed(attn_logit_softcapping=None, final_logit_softcapping=None)
-
-GRANITE = LLAMA.changed(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0)
-GRANITE_HYBRID = GRANITE.changed(
-    num_local_experts=8, shared_intermediate_size=1024, position_embedding_type=None, layer_types=None
-)
 
 
 def keys(
@@ -147,46 +141,6 @@ def _qwen2(full: Settings) -> ConfigData:
 
 def _qwen3(full: Settings) -> ConfigData:
     return like_llama(full, _kinds(full), normed=True)
-
-
-def _granite(full: Settings, **options: Any) -> ConfigData:
-    model = like_llama(full, **options)
-    for layer in model["layers"]:
-        layer["mixer"]["score"] = {"kind": "scaled_dot", "scale": full.positive("attention_multiplier")}
-    if model["head"]["tied"]:  # the table is multiplied, which the output matrix is not
-        model["head"]["scale"] = 1 / (full.positive("embedding_multiplier") * full.positive("logits_scaling"))
-    return model
-
-
-def _granite_hybrid(full: Settings) -> ConfigData:
-    names = {"attention": FULL, "mamba": LINEAR}  # in older files
-    kinds = full["layer_types"] if isinstance(full["layer_types"], list) else []
-    full.changed(layer_types=[names.get(kind, kind) for kind in kinds]).layer_types(FULL)
-    full = full.changed(intermediate_size=full["shared_intermediate_size"])
-    if full["position_embedding_type"] is None:
-        return _granite(full, positions={FULL: {"kind": "none"}})
-    full.choice("position_embedding_type", "rope")
-    return _granite(full)
-
-
-class Granite(Decoder):
-    """Granite, whose multipliers of embeddings, sublayers and logits become a part of the weights."""
-
-    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
-        weights, full = (
-            super().read_tensors(tensors, model, folder, config),
-            self.complete(config or {}, folder / CONFIG),
-        )
-        factors = {
-            "input.embedding": full.positive("embedding_multiplier"),
-            "head.output": 1 / full.positive("logits_scaling"),
-            "mixer.out": full.positive("residual_multiplier"),
-            "feed_forward.down": full.positive("residual_multiplier"),
-        }
-        for name, weight in weights.items():
-            factor = next((one for end, one in factors.items() if name.rpartition(".")[0].endswith(end)), 1.0)
-            weights[name] = weight if factor == 1 else weight * factor
-        return weights
 
 
 def _kinds(full: Settings) -> list[str]:
@@ -365,9 +319,6 @@ def _write_phi3(model: ConfigView) -> JsonObject:
 
 FUSED = key("feed_forward.gate_up", "mlp.gate_up_proj"), key("feed_forward.down", "mlp.down_proj")
 """The keys of a feed-forward whose gate and other rows are one product."""
-SHARED = key("feed_forward.gate_up", "shared_mlp.input_linear"), key("feed_forward.down", "shared_mlp.output_linear")
-SHARED_KEYS = partial(keys, feed_forward=lambda _: SHARED)
-DENSE, GRANITE_NAMES = {"num_local_experts": 0, "mlp_bias": False}, {"layers_block_type": "layer_types"}
 PHI3_KEYS = partial(keys, feed_forward=lambda _: FUSED, fused=True)
 PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
@@ -385,10 +336,6 @@ ARCHITECTURES = {
         "Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, lambda model: write_qwen(model, "attention_bias"), keys
     ),
     "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
-    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys),
-    "granitemoehybrid": Granite(
-        "Granite 4", "rope", "", GRANITE_HYBRID, _granite_hybrid, None, SHARED_KEYS, required=DENSE, names=GRANITE_NAMES
-    ),
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys),
     "olmo2": Decoder("OLMo 2", "rope", "", OLMO, _olmo2, None, keys, required=NO_MLP_BIAS),
     "olmo3": Decoder("OLMo 3", "rope", "", OLMO3, _olmo3, None, keys, required=NO_MLP_BIAS),

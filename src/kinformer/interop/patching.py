@@ -63,8 +63,10 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return y [batch, time, dim] of the next chunk x; ``padding`` [batch, time] is True where x is padding."""
         before = self.state
         y, self.state = layer(x, before, return_state=True, key_padding_mask=padding)
+        padded = None if padding is None else padding.any(dim=0).nonzero()
         self.length += x.shape[1]
-        self.unpadded = self.unpadded + x.shape[1] if padding is None else _unpadded(padding, self.unpadded)
+        # How many last columns of all tokens are without padding.
+        self.unpadded = x.shape[1] + (self.unpadded if padded is None or not len(padded) else -1 - int(padded[-1]))
         self.is_initialized = True
         self._rewinds = isinstance(self.state, KeysValues) and layer.mixers[0].retained is None
         # Speculative generation asks for records before the cache has this layer; its chunks have several tokens.
@@ -129,17 +131,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the rows ``beam_idx``, for beam search."""
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Take the rows ``indices``, in that order."""
-        self._select(indices)
-
-    def _select(self, rows: Tensor) -> None:
+        """Take the rows ``beam_idx``, in that order."""
         self._recorded = None
         if self.state is not None:
-            self.state = select_rows(self.state, rows)
+            self.state = select_rows(self.state, beam_idx)
+
+    batch_select_indices = reorder_cache  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
@@ -186,13 +183,6 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         raise KinformerError(
             "this cache was filled by a patched model and holds states, not keys and values; use it with that model."
         )
-
-
-def _unpadded(padding: Tensor, before: int) -> int:
-    """Return how many last columns of all tokens are without padding; ``before``: the number before ``padding``."""
-    padded = padding.any(dim=0).nonzero()
-    time = padding.shape[1]
-    return time - 1 - int(padded[-1]) if padded.numel() else before + time
 
 
 def state_layer(cache: Cache, index: int) -> StateLayer:

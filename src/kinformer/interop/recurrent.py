@@ -1,10 +1,11 @@
-"""Decoders with kernel attention, as transformers and flash-linear-attention save them.
+"""Decoders with kernel attention or convolutions, as transformers and flash-linear-attention save them.
 
 Qwen3-Next, Qwen3.5 (text) and OLMo Hybrid are of transformers. Most of their layers are Gated DeltaNet's, whose key
 heads may each serve several heads of values; every fourth is softmax attention with normed queries and keys. Qwen's
 softmax layers turn a quarter of each head by its position and gate the heads' outputs, and its norms multiply by 1 + w.
 OLMo's softmax layers stand before their norms, norm all heads of queries together and may be without positions. Layers
-of Qwen3-Next may be mixtures of experts.
+of Qwen3-Next may be mixtures of experts. Layers of Kimi Linear are KDA's or latent attention, layers of Granite 4
+Mamba-2's or softmax attention, and layers of LFM2 gated convolutions or softmax attention.
 
 Gated DeltaNet, Comba, DeltaNet, MesaNet, GLA, RetNet and PaTH attention are of flash-linear-attention (0.6.0). They
 have RMSNorm, a gated feed-forward, and a norm of each head of kernel attention; layers that ``attn`` names are softmax
@@ -13,12 +14,14 @@ attention with rotary positions. TTT-Linear is of its authors (ttt-lm-pytorch).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from reprlib import repr as excerpt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +29,7 @@ from torch import Tensor
 from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
 from kinformer.interop.experts import (
     DEEPSEEK_V3,
+    MIXTRAL_EXPERTS,
     QWEN_EXPERTS,
     deepseek,
     feed_forward_keys,
@@ -36,19 +40,24 @@ from kinformer.interop.experts import (
     write_mixture,
 )
 from kinformer.interop.key_map import (
+    CHANNEL_TAPS,
     CLOSED_LOOP,
     DELTA,
     DELTA_FUSED,
     DELTA_JOINED,
+    GATE_UP,
     GATED,
     GATED_QKV,
     KERNEL_QKV,
+    MAMBA_PRODUCTS,
+    MAMBA_TAPS,
     ONE_PLUS,
     QKV,
     SAME,
     TAPS,
     TAPS_JOINED,
     TAPS_OF_KEYS,
+    TRANSPOSED,
     ConfigData,
     ConfigView,
     Key,
@@ -61,8 +70,8 @@ from kinformer.interop.key_map import (
     head_rows,
     key,
 )
-from kinformer.interop.llama import LLAMA, attention, like_llama, write_llama
-from kinformer.interop.settings import COMMON, FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
+from kinformer.interop.llama import LLAMA, attention, keys, like_llama, write_llama
+from kinformer.interop.settings import COMMON, CONFIG, FULL, LINEAR, At, Settings, Table, rope, rope_table, sizes
 from kinformer.runtime.parsing import JsonObject
 
 Norms = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -153,7 +162,9 @@ def _olmo(full: Settings) -> ConfigData:
     kinds = _kinds(full, 4)
     if FULL not in kinds and full.get("layer_types") is None:
         kinds[-1] = FULL
-    position, full = _olmo_position(full), _olmo_sizes(full)
+    base = {"rope_theta": 10000.0, **full, **rope_table(full)}["rope_theta"]  # null: no positions
+    position: ConfigData = {"kind": "none"} if base is None else rope(full)
+    full = _olmo_sizes(full)
     model = like_llama(full, normed=True, positions={FULL: position})
     linear = delta(full, OLMO_NORM_EPS)
     linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
@@ -174,12 +185,6 @@ def _olmo_sizes(full: Settings) -> Settings:
     keys = full.integer("linear_num_key_heads")
     full = Settings({"linear_key_head_dim": int(0.75 * full.integer("hidden_size") / keys)} | full, place)
     return Settings({"linear_value_head_dim": 2 * full.integer("linear_key_head_dim")} | full, place)
-
-
-def _olmo_position(full: Settings) -> ConfigData:
-    """Return the positions of softmax layers: none where a file gives null as their base."""
-    base = {"rope_theta": 10000.0, **full, **rope_table(full)}["rope_theta"]
-    return {"kind": "none"} if base is None else rope(full)
 
 
 def _keys(norm: Layout, linear: tuple[Key, ...], softmax: tuple[Key, ...], names: Norms) -> KeyMap:
@@ -257,17 +262,20 @@ _qwen_keys = partial(_keys, ONE_PLUS, softmax=_softmax_keys(ONE_PLUS, gated=True
 
 def _write_hybrid(model: ConfigView) -> JsonObject:
     """Return the settings of a hybrid, which has layers of both kinds."""
+    settings, linear = _write_kinds(model, "linear", LINEAR)
+    return settings | GATED_DELTA.written({**linear, "key_heads": linear["key_heads"] or linear["num_heads"]})
+
+
+def _write_kinds(model: ConfigView, kind: str, name: str) -> tuple[JsonObject, ConfigView]:
+    """Return the settings of a model of softmax attention and of mixers of this ``kind``, which ``layer_types`` calls
+    ``name``, and the config of the first of these mixers."""
     softmax = [layer for layer in model["layers"] if layer["mixer"]["kind"] == "softmax"]
-    linear = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == "linear"]
-    if not softmax or not linear:
-        raise KeyError("softmax" if linear else "linear")
-    mixer = {**linear[0], "key_heads": linear[0]["key_heads"] or linear[0]["num_heads"]}
-    return {
-        **write_llama({**model, "layers": softmax}, left_out=("mlp_bias", "sliding_window")),
-        **GATED_DELTA.written(mixer),
-        "num_hidden_layers": len(model["layers"]),
-        "layer_types": [LINEAR if layer["mixer"]["kind"] == "linear" else FULL for layer in model["layers"]],
-    }
+    others = [layer["mixer"] for layer in model["layers"] if layer["mixer"]["kind"] == kind]
+    if not softmax or not others:
+        raise KeyError("softmax" if others else kind)
+    kinds = [name if layer["mixer"]["kind"] == kind else FULL for layer in model["layers"]]
+    settings = write_llama({**model, "layers": softmax}, left_out=("mlp_bias", "sliding_window"))
+    return settings | {"num_hidden_layers": len(kinds), "layer_types": kinds}, others[0]
 
 
 def _write_qwen35(model: ConfigView) -> JsonObject:
@@ -397,6 +405,170 @@ class KimiLinear(Decoder):
 
 
 KIMI_PARTS = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
+# Granite and Granite 4, which are read only.
+
+GRANITE = LLAMA.changed(embedding_multiplier=1.0, residual_multiplier=1.0, attention_multiplier=1.0, logits_scaling=1.0)
+GRANITE_EXPERTS = MIXTRAL_EXPERTS.changed(shared_intermediate_size=At(1024, "shared_dim"))
+MAMBA = Table(
+    mamba_n_heads=At(128, "num_heads"),
+    mamba_d_state=At(256, "head_dim"),
+    mamba_d_head=At("auto", "value_dim", Settings.integer),
+    mamba_n_groups=At(1, "key_heads"),
+    mamba_d_conv=At(4, "convolution", Settings.several),
+    mamba_conv_bias=At(True, "convolution_bias"),
+)
+"""The settings of Mamba-2."""
+GRANITE4 = Table(GRANITE, **GRANITE_EXPERTS, **MAMBA, mamba_expand=2, position_embedding_type=None, layer_types=None)
+OF_GRANITE4: dict[str, Any] = {
+    "required": {"mlp_bias": False, "mamba_proj_bias": False},
+    "names": {"layers_block_type": "layer_types"},
+}
+MAMBA2 = KERNEL | {"scale": False, "head_norm": "rms_group", "feature_map": {"kind": "identity"}, "skip": True}
+MAMBA2 |= {"decay": {"kind": "softplus", "coupled": True}, "gate": True, "gate_first": True}
+
+
+def _granite(full: Settings, **options: Any) -> ConfigData:
+    model = like_llama(full, **options)
+    for layer in model["layers"]:
+        layer["mixer"]["score"] = {"kind": "scaled_dot", "scale": full.positive("attention_multiplier")}
+    if model["head"]["tied"]:  # the table is multiplied, which the output matrix is not
+        model["head"]["scale"] = 1 / (full.positive("embedding_multiplier") * full.positive("logits_scaling"))
+    return model
+
+
+def _granite4(full: Settings) -> ConfigData:
+    older = {"attention": FULL, "mamba": LINEAR}
+    kinds = [LINEAR] * full["num_hidden_layers"] if full["layer_types"] is None else full["layer_types"]
+    kinds = full.changed(layer_types=[older.get(kind, kind) for kind in kinds]).layer_types(FULL, LINEAR)
+    position: ConfigData = rope(full) if full["position_embedding_type"] == "rope" else {"kind": "none"}
+    sparse, width = full.count("num_local_experts") > 0, full.integer("shared_intermediate_size")
+    model = _granite(full if sparse else full.changed(intermediate_size=width), positions={FULL: position})
+    inside, heads = full.integer("mamba_expand") * model["dim"], full.integer("mamba_n_heads")
+    if full["mamba_d_head"] == "auto":
+        full = full.changed(mamba_d_head=inside // heads)
+    if full.get("time_step_limit") not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):
+        raise full.error(
+            f"time_step_limit is {excerpt(full['time_step_limit'])}, but only 0 to infinity can be imported."
+        )
+    if LINEAR in kinds and heads * full.integer("mamba_d_head") != inside:
+        raise full.error(f"mamba_n_heads is {heads}, but times mamba_d_head it must be {inside}.")
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == LINEAR:
+            layer["mixer"] = MAMBA.fill(MAMBA2 | {"norm_eps": full.number("rms_norm_eps")}, full)
+        if sparse:
+            layer["feed_forward"] = GRANITE_EXPERTS.fill({"kind": "experts"}, full)
+    return model
+
+
+def _granite4_keys(layer: ConfigView) -> tuple[Key, ...]:
+    sparse = layer["feed_forward"]["kind"] == "experts"
+    shared = "feed_forward.shared_expert" if sparse else "feed_forward"
+    return (
+        key("mixer_residual.norm", "input_layernorm"),
+        key("feed_forward_residual.norm", "post_attention_layernorm"),
+        key(f"{shared}.gate_up", "shared_mlp.input_linear"),
+        key(f"{shared}.down", "shared_mlp.output_linear"),
+        *(GRANITE_MIXTURE if sparse else ()),
+        *(MAMBA_KEYS if layer["mixer"]["kind"] == "linear" else GRANITE_ATTENTION),
+    )
+
+
+GRANITE_ATTENTION = (
+    key("mixer.projection.qkv", *(f"self_attn.{one}_proj" for one in "qkv"), layout=QKV),
+    key("mixer.out", "self_attn.o_proj"),
+)
+MAMBA_KEYS = (
+    key(("mixer.qkv", "mixer.gate", "mixer.decay.gate"), "mamba.in_proj", layout=MAMBA_PRODUCTS),
+    key("mixer.convolution", "mamba.conv1d", layout=MAMBA_TAPS),
+    key("mixer.decay.log_rate", "mamba.A_log", tensors=("",)),
+    key("mixer.decay.step", "mamba.dt_bias", tensors=("",)),
+    key("mixer.skip", "mamba.D", tensors=("",)),
+    key("mixer.norm", "mamba.norm", layout=BY_HEADS),
+    key("mixer.out", "mamba.out_proj"),
+)
+GRANITE_MIXTURE = (
+    key("feed_forward.router", "block_sparse_moe.router.layer"),
+    key("feed_forward.gate_up", "block_sparse_moe.input_linear.weight", layout=TRANSPOSED, tensors=("",)),
+    key("feed_forward.down", "block_sparse_moe.output_linear.weight", layout=TRANSPOSED, tensors=("",)),
+)
+GRANITE4_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_granite4_keys)
+
+
+class Granite(Decoder):
+    """Granite, whose multipliers of embeddings, sublayers and logits become a part of the weights."""
+
+    def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
+        weights = super().read_tensors(tensors, model, folder, config)
+        full = self.complete(config or {}, folder / CONFIG)
+        factors = {
+            r"input\.embedding\..*": full.positive("embedding_multiplier"),
+            r"head\.output\..*": 1 / full.positive("logits_scaling"),
+            r".*\.(mixer\.out|feed_forward(\.shared_expert)?\.down)(\..*)?": full.positive("residual_multiplier"),
+        }
+        for name, weight in weights.items():
+            factor = next((one for pattern, one in factors.items() if re.fullmatch(pattern, name)), 1.0)
+            weights[name] = weight if factor == 1 else weight * factor
+        return weights
+
+
+# LFM2.
+
+CONV = "conv"  # the kind of a layer with a gated convolution
+LFM2_WIDTH = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
+LFM2_KINDS = {"layer_types": None, "full_attn_idxs": None, "conv_L_cache": 3}
+LFM2 = LLAMA.changed(num_key_value_heads=8, rms_norm_eps=1e-5, tie_word_embeddings=True, **LFM2_WIDTH, **LFM2_KINDS)
+OF_LFM2: dict[str, Any] = {
+    "required": {"conv_bias": False, "attention_bias": False, "mlp_bias": False},
+    "names": {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"},
+}
+
+
+def _lfm2(full: Settings) -> ConfigData:
+    numbers, exact = range(full["num_hidden_layers"]), full["full_attn_idxs"]
+    kinds = [FULL if exact is None or number in exact else CONV for number in numbers]
+    kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, CONV)
+    if full.switch("block_auto_adjust_ff_dim"):
+        factor = 1.0 if full["block_ffn_dim_multiplier"] is None else full.positive("block_ffn_dim_multiplier")
+        width, step = int(factor * int(2 * full.integer("intermediate_size") / 3)), full.integer("block_multiple_of")
+        full = full.changed(intermediate_size=-(-width // step) * step)
+    model = like_llama(full, normed=True, biases=(False, False), positions={FULL: rope(full, base=1e6)})
+    for layer, kind in zip(model["layers"], kinds, strict=True):
+        if kind == CONV:
+            layer["mixer"] = {"kind": "gated_convolution", "width": full.several("conv_L_cache")}
+    return model
+
+
+def _lfm2_keys(layer: ConfigView) -> tuple[Key, ...]:
+    return (
+        key("mixer_residual.norm", "operator_norm"),
+        key("feed_forward_residual.norm", "ffn_norm"),
+        key("feed_forward.gate_up", "feed_forward.w1", "feed_forward.w3", layout=GATE_UP),
+        key("feed_forward.down", "feed_forward.w2"),
+        *(LFM2_CONVOLUTION if layer["mixer"]["kind"] == "gated_convolution" else LFM2_ATTENTION),
+    )
+
+
+LFM2_CONVOLUTION = (
+    key("mixer.products", "conv.in_proj"),
+    key("mixer.convolution", "conv.conv", layout=CHANNEL_TAPS),
+    key("mixer.out", "conv.out_proj"),
+)
+LFM2_ATTENTION = (
+    key("mixer.projection.inner.qkv", *(f"self_attn.{one}_proj" for one in "qkv"), layout=QKV),
+    *(key(f"mixer.projection.{one}_norm", f"self_attn.{one}_layernorm") for one in "qk"),
+    key("mixer.out", "self_attn.out_proj"),
+)
+LFM2_KEYS = KeyMap(model=ends_of_model("embed_tokens", "embedding_norm"), layer=_lfm2_keys)
+
+
+def _write_lfm2(model: ConfigView) -> JsonObject:
+    settings, convolution = _write_kinds(model, "gated_convolution", CONV)
+    for name in ("head_dim", "attention_bias", "attention_dropout", "hidden_act"):
+        del settings[name]
+    settings |= {"norm_eps": settings.pop("rms_norm_eps"), "conv_L_cache": convolution["width"]}
+    return settings | {"block_auto_adjust_ff_dim": False}
 
 
 # Decoders of flash-linear-attention, which are read only.
@@ -735,6 +907,9 @@ ARCHITECTURES = {
         "Kimi Linear", "kda", "", KIMI, _kimi, keys=KIMI_KEYS, required=KIMI_REQUIRED, names=KIMI_NAMES
     ),
     "ttt": Decoder("TTT-Linear", "ttt", "", TTT, _ttt, keys=TTT_KEYS, required=TTT_REQUIRED),
+    "granite": Granite("Granite", "rope", "", GRANITE, _granite, None, keys),
+    "granitemoehybrid": Granite("Granite 4", "mamba2", "", GRANITE4, _granite4, None, GRANITE4_KEYS, **OF_GRANITE4),
+    "lfm2": Decoder("LFM2", "rope", "Lfm2ForCausalLM", LFM2, _lfm2, _write_lfm2, LFM2_KEYS, **OF_LFM2),
     **{
         kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
         for kind, title, member, table, required, mixer in (

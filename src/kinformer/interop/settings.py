@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from reprlib import repr as excerpt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kinformer.interop.key_map import ConfigData, ConfigView
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.files import read_json
 from kinformer.runtime.parsing import JsonObject
 
+N = TypeVar("N", int, float)
 CONFIG, GENERATION, PREPROCESSOR = "config.json", "generation_config.json", "preprocessor_config.json"
 TOKENIZER, WEIGHTS, INDEX = "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
 """The names of the files in a folder of transformers."""
@@ -76,19 +77,12 @@ class Settings(dict[str, Any]):
             raise self.error(f"{name} is {excerpt(value)}, but must be a number above 0.")
         return float(value)
 
-    def positive_numbers(self, name: str) -> list[float]:
-        """Return a list of finite numbers above 0."""
-        return [self.changed(**{name: value}).positive(name) for value in self._list(name)]
-
-    def integers(self, name: str) -> list[int]:
-        """Return a list of whole numbers above 0."""
-        return [self.changed(**{name: value}).integer(name) for value in self._list(name)]
-
-    def _list(self, name: str) -> list[object]:
+    def numbers(self, name: str, read: Callable[[Settings, str], N]) -> list[N]:
+        """Return a list of numbers, each as ``read`` reads it."""
         values = self.get(name)
         if not isinstance(values, list) or not values:
             raise self.error(f"{name} is {excerpt(values)}, but must be a list of numbers.")
-        return values
+        return [read(self.changed(**{name: value}), name) for value in values]
 
     def switch(self, name: str) -> bool:
         """Return a setting that must be true or false."""
@@ -294,7 +288,7 @@ SCALINGS: dict[str, dict[str, str]] = {
 READERS: dict[str, Callable[[Settings, str], object]] = {
     "original_length": Settings.integer,
     "truncate": Settings.switch,
-    "factors": lambda settings, name: settings.positive_numbers(name),
+    "factors": lambda settings, name: settings.numbers(name, Settings.positive),
 }
 """The readers of settings other than positive numbers."""
 

@@ -138,7 +138,11 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     if classifies:  # in transformers the matrix of the classes stands where the matrix of the tokens does
         data["head"] = to_dict(LanguageModelHead.Config(tied=False))
     differences: dict[str, list[tuple[str, object]]] = {}
-    for kind in _candidates(data, padding):
+    kinds = (data["kind"], data["input"]["kind"])
+    tried = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
+    if padding and padding.text == "<pad>":  # as RoBERTa spells it; its models are also BERTs
+        tried.sort(key=lambda name: name != "roberta")
+    for kind in tried:
         if classifies and kind not in CLASSIFIERS:
             continue
         form = ARCHITECTURES[kind]
@@ -162,13 +166,6 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
     title = min(differences, key=lambda name: len(differences[name]))
     path, value = differences[title][0]
     return f"{title}, the nearest architecture written natively, does not have {path} = {value!r}"
-
-
-def _candidates(model: ConfigView, padding: Padding | None) -> list[str]:
-    """Return the types that a ``model`` may be; RoBERTa before BERT where padding is spelled as there."""
-    kinds = (model["kind"], model["input"]["kind"])
-    names = [name for name, one in ARCHITECTURES.items() if one.exported and (one.kind, one.reads) == kinds]
-    return sorted(names, key=lambda name: name != "roberta") if padding and padding.text == "<pad>" else names
 
 
 def _explicit(config: ModelConfig) -> ModelConfig:
@@ -312,7 +309,10 @@ def write_model(
     tensors = form.native.tensors(weights) if form.native else {f"model.{name}": one for name, one in weights.items()}
     count = _write_tensors(folder, _as_dtype(tensors, settings["dtype"]), max_shard_bytes)
     write_json(folder / CONFIG, settings)
-    prepared = _preprocessor(settings["composition"]) if form.native is None else form.native.preprocessor
+    prepared = None if form.native is None else form.native.preprocessor
+    if form.native is None and (size := settings["composition"]["input"].get("size")) is not None:
+        # A model with code normalises images itself.
+        prepared = preprocessor({"size": size, "channels": 3, "mean": (), "std": ()}, IMAGES)
     if prepared is not None:
         write_json(folder / PREPROCESSOR, prepared)
     if form.auto_class in GENERATES:
@@ -358,12 +358,6 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Jso
         return settings | {"is_encoder_decoder": True, "decoder_start_token_id": begin, "pad_token_id": begin}
     classes = composition["head"].get("classes")
     return settings if classes is None else settings | labels(classes)
-
-
-def _preprocessor(composition: ConfigView) -> JsonObject | None:
-    """Return the ``preprocessor_config.json`` of a model of images, which normalises them itself; None of others."""
-    size = composition["input"].get("size")
-    return None if size is None else preprocessor({"size": size, "channels": 3, "mean": (), "std": ()}, IMAGES)
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kinformer.core.contract import CausalMixer, Chunk, divided, real_resets, select_valid, state_dtype
+from kinformer.core.contract import (
+    CausalMixer,
+    Chunk,
+    MixerConfig,
+    divided,
+    in_range,
+    real_resets,
+    select_valid,
+    state_dtype,
+)
 from kinformer.core.crossing import Crosses
 from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded
 from kinformer.core.parts import FeedForwardConfig, ResidualOutput
@@ -198,16 +207,26 @@ class ChannelMix(FeedForwardConfig):
 
 
 class ShiftState(NamedTuple):
-    """The last token [batch, 1, 1, dim], zero before a sequence."""
+    """The last tokens [batch, 1, tokens, dim], zero before a sequence; one token of RWKV's channel mixing."""
 
     recent: Tensor
 
 
-class CausalChannelMix(Crosses, CausalMixer):
-    """The feed-forward x [batch, time, dim] -> y [batch, time, dim], from a token and the one before it.
-    ``shift`` [dim] is mu, ``up`` and ``down`` are W_k and W_v."""
+class HoldsTokens(Crosses, CausalMixer):
+    """A mixer x [batch, time, dim] -> y [batch, time, dim] whose state holds the last ``context`` tokens."""
 
-    growth = "constant"
+    context: int = 1
+
+    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ShiftState:
+        return ShiftState(torch.zeros(batch, 1, self.context, self.dim, device=device, dtype=state_dtype(dtype)))
+
+    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
+        return self.context * self.dim * state_dtype(dtype).itemsize
+
+
+class CausalChannelMix(HoldsTokens):
+    """The feed-forward from a token and the one before it. ``shift`` [dim] is mu, ``up`` and ``down`` are W_k and
+    W_v."""
 
     def __init__(self, config: ChannelMix, dim: int) -> None:
         super().__init__()
@@ -220,12 +239,6 @@ class CausalChannelMix(Crosses, CausalMixer):
     def like(self) -> Tensor:
         return self.down.weight
 
-    def empty_state(self, batch: int, device: torch.device, dtype: torch.dtype) -> ShiftState:
-        return ShiftState(torch.zeros(batch, 1, 1, self.dim, device=device, dtype=state_dtype(dtype)))
-
-    def state_bytes(self, length: int, *, dtype: torch.dtype = torch.float32) -> int:
-        return self.dim * state_dtype(dtype).itemsize
-
     def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
         no_weights(
             "A token shift does not have attention: it mixes every token with the one before in the same shares."
@@ -236,7 +249,38 @@ class CausalChannelMix(Crosses, CausalMixer):
         return select_valid(self.down(self.up(shifted[:, 0]).relu().square()), chunk.valid), ShiftState(recent)
 
 
+class GatedConvolution(HoldsTokens):
+    """The gated short convolution of LFM2 (Liquid AI 2025, LFM2 Technical Report), no attention.
+
+        b, c, v = W_in x_t,    y = W_out (c * (C u)_t),    u_t = b * v,    (C u)_t = sum_s w_s * u_(t - s)
+
+    Every channel has its own weights w_s. ``width``: the tokens that C spans, the token itself among them. The state
+    holds u of the last width - 1 tokens.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(MixerConfig):
+        kind = "gated_convolution"
+        LEAST = {"width": 2}
+        width: int = 3
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.dim, self.config, self.context = dim, config, config.width - 1
+        self.products = nn.Linear(dim, 3 * dim, bias=False)
+        self.convolution = CausalConvolution(config.width, 1, dim)
+        self.out = ResidualOutput(dim, dim, bias=False)
+
+    def forward(self, chunk: Chunk, state: ShiftState) -> tuple[Tensor, ShiftState]:
+        no_weights(_NO_WEIGHTS)
+        b, c, v = self.products(select_valid(chunk.x, chunk.valid)).chunk(3, dim=-1)
+        tokens = in_range(b) * in_range(v)
+        mixed, recent = self.convolved(self.convolution, tokens[:, None], state.recent, chunk, real_resets(chunk))
+        return select_valid(self.out((c * mixed[:, 0]).to(c.dtype)), chunk.valid), ShiftState(recent)
+
+
 PARTS = {
+    "GatedConvolution": GatedConvolution.Config,
     "SeparableConvolution": SeparableConvolution.Config,
     "SeparableTransition": SeparableTransition,
     "ChannelMix": ChannelMix,

@@ -103,6 +103,8 @@ def check_settings(config: LinearAttention.Config) -> None:
         check_unused(config, "with normaliser = 'none'", "eps", "floor")
     elif config.floor:
         check_unused(config, "with a floor", "eps")
+    if not config.convolution:
+        check_unused(config, "without a convolution", "convolution_bias")
     if config.head_norm == "none":
         check_unused(config, "with head_norm = 'none'", "norm_eps")
     elif config.norm_eps is not None and not config.norm_eps > 0:
@@ -223,12 +225,13 @@ class LinearAttention(Crosses, CausalMixer):
 
     ``head_dim`` is the width of a head's queries and keys, ``value_dim`` the width of its values (head_dim if None).
     ``key_heads``: heads of queries and keys, which as many heads of values share each (num_heads if None). ``scale``: y
-    is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none).
-    ``position`` turns queries and keys. ``floor``: the least value of the normaliser. ``skip``: D_h v_t is added to a
-    head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands before the norm. ``levels`` of
-    the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each with a key, a value and a beta.
-    ``negative_eigenvalues``: beta, or what gdn2 erases, is in (0, 2) (Grazzi et al. 2025). Rows of ``qkv``: q, k and v;
-    of a rule with beta q, k, v, beta of each key head. ``iterations`` by which mesa solves.
+    is divided by sqrt(head_dim). ``convolution``: the width of a causal convolution of q, k and v (0: none), which has
+    a bias if ``convolution_bias``. ``position`` turns queries and keys. ``floor``: the least value of the normaliser.
+    ``skip``: D_h v_t is added to a head's output. ``gate_rank``: of W_g (None: full); ``gate_first``: the gate stands
+    before the norm. ``levels`` of the past, by powers of two; 0: one sum. ``steps``: of the delta rule a token, each
+    with a key, a value and a beta. ``negative_eigenvalues``: beta, or what gdn2 erases, is in (0, 2) (Grazzi et al.
+    2025). Rows of ``qkv``: q, k and v; of a rule with beta q, k, v, beta of each key head. ``iterations`` by which mesa
+    solves.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -253,6 +256,7 @@ class LinearAttention(Crosses, CausalMixer):
         scale: bool = False
         position: PositionConfig = NoPosition.Config()
         convolution: int = 0
+        convolution_bias: bool = False
         skip: bool = False
         head_norm: HeadNorm = "none"
         norm_eps: float | None = None  # of head_norm: 1e-5 of layer, 1e-6 of the others if not given
@@ -285,9 +289,8 @@ class LinearAttention(Crosses, CausalMixer):
         self.position = config.position.build_heads(dim, self.key_heads, self.head_dim)
         self.decay = None if config.decay is None else config.decay.build(dim, heads, self.features)
         self.channels = sum(self.widths[: RULES[config.rule].convolves])
-        self.convolution = (
-            ShortConvolution(config.convolution, self.key_heads, self.channels) if config.convolution else None
-        )
+        taps = config.convolution, self.key_heads, self.channels, config.convolution_bias
+        self.convolution = ShortConvolution(*taps) if config.convolution else None
         self.skip = nn.Parameter(torch.ones(heads)) if config.skip else None
         self.gate = build_value_gate(config.gate, config.gate_rank, dim, heads * self.value_dim)
         self.level_scales = LevelScales(dim, heads, config.levels) if config.levels else None

@@ -124,6 +124,7 @@ TensorizedAttention = kinformer.mixers.tensorized.TensorizedAttention.Config
 TensorizedMemoryAttention = kinformer.mixers.tensorized.TensorizedMemory.Config
 SinkhornAttention = kinformer.mixers.sinkhorn.SinkhornAttention.Config
 CausalSinkhornAttention = kinformer.mixers.sinkhorn.CausalSinkhornAttention.Config
+GatedConvolution = kinformer.mixers.convolutions.GatedConvolution.Config
 SeparableConvolution = kinformer.mixers.convolutions.SeparableConvolution.Config
 SeparableTransition = kinformer.mixers.convolutions.SeparableTransition
 ChannelMix = kinformer.mixers.convolutions.ChannelMix

@@ -41,7 +41,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
 from kinformer.runtime.compiling import checks_calls
-from kinformer.runtime.errors import KinformerError, choose, close_names, nearest
+from kinformer.runtime.errors import KinformerError, choose, nearest
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
 #
@@ -411,7 +411,7 @@ def _aligned(valid: Tensor, num_global: int) -> Alignment:
 Layer = CausalLayer | BidirectionalLayer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LayerRecord:
     """A name that :func:`layer` takes, and the facts of the layer.
 
@@ -445,15 +445,20 @@ class LayerRecord:
             return False
         return True
 
+    def __repr__(self) -> str:
+        both = "causal or bidirectional" if self.bidirectional else "causal"
+        return f"<{self.name}: {both if self.causal else 'bidirectional'}>"
+
     def __str__(self) -> str:
         defaults = (f"    {name} = {_short(value)}" for name, value in self.settings.items())
-        return "\n".join([f"{self.name}: {self.title}", *defaults])
+        return "\n".join([f"{repr(self)[1:-1]}; {self.title}", *defaults])
 
 
 def layers() -> list[LayerRecord]:
     """Return the records of all names that :func:`layer` takes: the members, then mixers of other names.
 
-    ``print(record)`` shows the settings and their defaults.
+    ``print(kinformer.layers())`` shows which are causal, bidirectional, or both; ``print(record)`` also shows the
+    settings and their defaults.
     """
     members = [member(name) for name in FAMILY]
     records = [LayerRecord(record.name, record.title, record.causal, record.growth) for record in members]
@@ -663,12 +668,8 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
     if not isinstance(name, str):
         raise KinformerError(f"name is of the type {type(name).__name__}; give the name of a member, or a config.")
     if name not in FAMILY:
-        table = kinds()
-        mixers = {**table["encoder_mixer"], **table["mixer"]}
-        if name in mixers:
-            return mixers[name]()
-        if close_names(name, mixers) and not close_names(name, FAMILY):
-            choose(name, mixers, "layer")
+        mixers = {**kinds()["encoder_mixer"], **kinds()["mixer"]}
+        return mixers[choose(name, [*FAMILY, *mixers], "layer")]()
     record = member(name)
     layers = configure(record.name, recipe).layers
     return layers[min(record.layer, len(layers) - 1)]
@@ -688,10 +689,10 @@ _OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern",
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
     """Return ``settings`` by their paths in ``config``: fields of the config, of its mixer, or of any part inside.
     Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have."""
-    return dict(_placed(config, _OTHER_NAMES.get(name, name), value) for name, value in settings.items())
+    return dict(_place(config, _OTHER_NAMES.get(name, name), value) for name, value in settings.items())
 
 
-def _placed(config: Any, name: str, value: object) -> tuple[str, object]:
+def _place(config: Any, name: str, value: object) -> tuple[str, object]:
     """Return the path of a setting, and its value there."""
     mixer = _mixer_config(config)
     prefix = "" if mixer is config else f"{config.main_field}."
@@ -727,7 +728,7 @@ def _inside(config: Config, prefix: str = "") -> Iterator[str]:
             yield from _inside(part, f"{prefix}{name}.")
 
 
-_SHOWN = {"num_heads", "window", "ahead", "features", "num_kv_heads", "block", "segment", "memory"}
+_SHOWN = {"num_heads", "window", "ahead", "feature_map", "features", "num_kv_heads", "block", "segment", "memory"}
 """Settings that ``print(layer)`` always shows; it shows others where they differ from the default."""
 
 

@@ -77,7 +77,7 @@ def attention(
     built = _pattern(pattern)
     place = _part(PositionConfig, Position, position, lambda part: part.build_heads(heads * head_dim, heads, head_dim))
     how = _part(ScoreConfig, Score, score, lambda part: part.build(heads, head_dim))
-    q, k, v, relative = _placed(q, k, v, built, place)
+    q, k, v, relative = _place(q, k, v, built, place)
     if isinstance(score, ScoreConfig):
         check_score(score, how, place)
     scoring = Scoring.of(how, relative, AttentionDropout.drawn(dropout_p, training=True) if dropout_p else None)
@@ -87,7 +87,7 @@ def attention(
     return softmax.attention(how.queries(q), k, v, visibility, scoring, impl=impl).out
 
 
-def _placed(
+def _place(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, position: Position
 ) -> tuple[Tensor, Tensor, Tensor, Relative | None]:
     """Return q, k and v with their ``position``, and its tables by distance."""

@@ -279,13 +279,16 @@ def convolve(
 class CausalConvolution(nn.Module):
     """The convolution x [batch, heads, time, channels] -> the same shape; tokens before a sequence are zero.
 
-    ``weight`` [width, heads, channels], where ``weight[0]`` weighs the token itself.
+    ``weight`` [width, heads, channels], where ``weight[0]`` weighs the token itself; ``bias`` [heads, channels] is
+    added, if there is one.
     """
 
-    def __init__(self, width: int, num_heads: int, channels: int) -> None:
+    def __init__(self, width: int, num_heads: int, channels: int, bias: bool = False) -> None:
         super().__init__()
         self.context = width - 1
-        self.weight = nn.Parameter(torch.empty(width, num_heads, channels).uniform_(-(width**-0.5), width**-0.5))
+        bound = width**-0.5
+        self.weight = nn.Parameter(torch.empty(width, num_heads, channels).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(num_heads, channels).uniform_(-bound, bound)) if bias else None
 
     def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the convolved chunk, and the tokens that later ones need.
@@ -293,7 +296,8 @@ class CausalConvolution(nn.Module):
         recent: [batch, heads, width - 1, channels], the tokens before the chunk, right-aligned; valid, reset:
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
         """
-        return convolve(self.weight, x, recent, valid, reset)
+        mixed, recent = convolve(self.weight, x, recent, valid, reset)
+        return mixed if self.bias is None else mixed + self.bias.unsqueeze(1), recent
 
 
 class ShortConvolution(CausalConvolution):
@@ -301,6 +305,6 @@ class ShortConvolution(CausalConvolution):
 
     def forward(self, x: Tensor, recent: Tensor, valid: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         if (operator := substitute("short_convolution")) is not None and valid is None and reset is None:
-            return operator(x, recent, self.weight)
+            return operator(x, recent, self.weight, self.bias)
         mixed, recent = super().forward(x, recent, valid, reset)
         return functional.silu(mixed), recent
