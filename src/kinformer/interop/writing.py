@@ -153,13 +153,13 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         except (KinformerError, KeyError, TypeError, ValueError, AttributeError):
             continue
         ours, theirs = dict(_leaves(model)), dict(_leaves(to_dict(read)))
-        names = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
-        if not names:
+        differing = [name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name)]
+        if not differing:
             native = Native(kind, written, model, data, tuple(form.differences(model)), classifies)
             written |= {"model_type": kind, "architectures": [native.classes[0]]}
             return native
-        names.sort(key=lambda name: not name.endswith("kind"))
-        differences[form.title] = [(name, ours.get(name)) for name in names]
+        differing.sort(key=lambda name: not name.endswith("kind"))
+        differences[form.title] = [(name, ours.get(name)) for name in differing]
     if not differences:
         kinds = [f"the mixer {layer['mixer']['kind']!r}" for layer in data["layers"] if "mixer" in layer]
         return f"no architecture written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"

@@ -227,10 +227,10 @@ class IndexedState(NamedTuple):
 
 class Queries(NamedTuple):
     """The queries of a block of tokens: absorbed queries ``q`` [batch, time, heads, rotary_dim + latent_dim], scaled,
-    the indexer's queries ``index`` [batch, time, index_heads, index_dim] and ``weights`` [batch, time, index_heads]."""
+    the indexer's queries ``indexing`` [batch, time, index_heads, index_dim] and ``weights`` [batch, time, index_heads]."""
 
     q: Tensor
-    index: Tensor
+    indexing: Tensor
     weights: Tensor
 
 
@@ -401,7 +401,7 @@ def _products(x: Tensor, rows: Tensor) -> Tensor:
 
 def _index_scores(queries: Queries, keys: Tensor) -> Tensor:
     """Return the indexer's scores [batch, time, n] of its ``keys`` [batch, time or 1, n, index_dim]."""
-    products = _products(queries.index, keys).relu()
+    products = _products(queries.indexing, keys).relu()
     return (queries.weights.unsqueeze(2) @ products).squeeze(2)
 
 

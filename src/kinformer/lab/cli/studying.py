@@ -85,9 +85,9 @@ def _print_cluster(cluster: ClusterEstimate, options: Estimate) -> None:
         return
     print(f"\nserving in {options.precision}, the state of rows at their full length:")
     served = []
-    for cost in cluster.serving:
-        amounts = size(cost.weights), size(cost.state), f"{cost.rows:,}", f"{1000 * cost.seconds:.2g} ms"
-        served.append((cost.devices, *amounts, _two_digits(cost.tokens_per_second)))
+    for host in cluster.serving:
+        amounts = size(host.weights), size(host.state), f"{host.rows:,}", f"{1000 * host.seconds:.2g} ms"
+        served.append((host.devices, *amounts, _two_digits(host.tokens_per_second)))
     columns = (
         "devices a row",
         "weights",

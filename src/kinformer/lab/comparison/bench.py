@@ -97,10 +97,10 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
         for length in options.sizes:
             timings += _timed(models | peers, work, length, options, device, floor)
     memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
-    names = (*models, *peers)
+    timed = (*models, *peers)
     return Bench(
-        members=names, timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
-        crossings=tuple(_crossings(names, timings, options)), machine=machine(device),
+        members=timed, timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
+        crossings=tuple(_crossings(timed, timings, options)), machine=machine(device),
         facts={"recipe": options.recipe, "batch": options.batch_size, "rounds": options.rounds,
                "set": dict(options.set), "date": time.strftime("%Y-%m-%d"),
                "peers": {name: peer.version for name, peer in peers.items()}},

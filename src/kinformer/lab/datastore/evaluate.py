@@ -154,7 +154,8 @@ def _measure(
     quiet: bool,
 ) -> StoreMeasurement:
     """Tune, if requested, and measure with the first ``entries`` entries; few are searched exactly, not in lists."""
-    store, setting = model.head.searcher.store, Setting(**mixture_of(options))  # type: ignore[union-attr,arg-type]
+    store: Datastore = model.head.searcher.store  # type: ignore[union-attr,assignment]
+    setting = Setting(**mixture_of(options))
     probes = None if entries < min(EXACT_BELOW, store.entries) else probes
     with progressing(quiet) as progress:
         measure = partial(sweep, model, windows=windows, chunk=options.chunk, progress=progress)

@@ -79,7 +79,8 @@ def image_changes(config: ModelConfig, shape: tuple[int, int, int] | None) -> di
 
 def patterns_of(layers: Sequence[object]) -> dict[int, PatternConfig]:
     """Return the attention patterns in blocks of an image that ``layers`` (configs) have, by the layers' numbers."""
-    patterns = {index: getattr(getattr(layer, "mixer", None), "pattern", None) for index, layer in enumerate(layers)}
+    mixers = ((index, getattr(layer, "mixer", None)) for index, layer in enumerate(layers))
+    patterns: dict[int, Any] = {index: getattr(mixer, "pattern", None) for index, mixer in mixers}
     sizes = ("height", "width", *_BLOCKS)
     return {index: item for index, item in patterns.items() if all(hasattr(item, size) for size in sizes)}
 

@@ -411,8 +411,9 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, table: Prediction
     with table.writing_predictions() as write:
 
         def note(batch: MaskedBatch, logits: Tensor) -> None:
-            for row in () if write is None else table_of_masks(batch, logits, tokenizer_of(run), ends_of(model.config)):
-                write(row)
+            if write is not None:
+                for row in table_of_masks(batch, logits, tokenizer_of(run), ends_of(model.config)):
+                    write(row)
 
         measured = measure_masked(model, masked_text, Bigrams(held.data.splits["train"]), rows, quiet, note)
     unit, words = unit_of(held.data), ", whole words" if run.options.whole_words else ""
@@ -480,9 +481,10 @@ def measure_global_input(model: Encoder, text: MaskedText, rows: int, quiet: boo
                 totals[name + key] += float(value)
         require_finite(isfinite(sum(totals.values())))
     count = totals["sentences_cpc_predicted"]
-    bits = [totals[f"{name}nats"] / log(2) / max(1.0, totals["predicted"]) for name in ("", "zeroed_", "without_")]
-    shares = [totals[f"sentences_cpc_{name}"] / max(1.0, count) for name in ("correct", "by_chance")]
-    return GlobalInputMeasurement(*bits, int(count), *shares)
+    predicted = log(2) * max(1.0, totals["predicted"])
+    whole, zeroed, without = (totals[f"{name}nats"] / predicted for name in ("", "zeroed_", "without_"))
+    accuracy, chance = (totals[f"sentences_cpc_{name}"] / max(1.0, count) for name in ("correct", "by_chance"))
+    return GlobalInputMeasurement(whole, zeroed, without, int(count), accuracy, chance)
 
 
 def silenced(model: Encoder) -> AbstractContextManager[None]:

@@ -395,6 +395,7 @@ def predict(
 
 def _predicted(episode: int, outputs: torch.Tensor, discrete: bool, size: int, top_k: int) -> Predicted:
     require_finite(bool(outputs.isfinite().all()))
+    actions: list[Any]
     if discrete:
         names = [str(number) for number in range(size)]
         steps = [most_probable(row, names, top_k) for row in outputs.softmax(-1)]

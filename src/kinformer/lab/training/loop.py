@@ -528,7 +528,7 @@ class Trainer:
                 if self.log:
                     self.log.close()
         self.group.on_first(self.storage.require_home)
-        validation = self.best.metrics or {self.data.metrics[0].name: None}
+        validation: dict[str, Any] = self.best.metrics or {self.data.metrics[0].name: None}
         speed, best_step = self.window.overall, self.best.step
         return Result(self.step, self.total, self.seconds, speed, validation, best_step, interrupt.signal)
 
