@@ -8,6 +8,7 @@
     kernels      forward and backward of kernel attention: ours in PyTorch and in Triton
     peers        the same in bfloat16 beside fla's kernels, where installed
     patterns     forward and backward of softmax attention: tiles of ours, FlexAttention, dense SDPA
+    distances    forward and backward of softmax attention with tables by distance: our tiles, our kernel in Triton
     training     a step of the recipe benchmark in fp32 and under bf16 autocast, beside x-transformers and GPT-2
     generation   one more token in Python, and replayed from a CUDA graph where the state is constant
     members      a training step of every causal member of text under bf16 autocast, its memory, a token
@@ -38,6 +39,7 @@ import kinformer
 from causal_members import causal_members
 from common import RESULTS, Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
 from common import kinformer as kinformer_command
+from kinformer.core.parts import Relative
 from kinformer.core.state import nbytes
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
@@ -114,10 +116,10 @@ def tokens(shape: Sequence[int], device: str, dtype: torch.dtype) -> tuple[Tenso
     return (*moving, beta.sigmoid(), functional.logsigmoid(gate + 3))
 
 
-def differentiated(attend: Attend, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The output of ``attend``, and the gradients of q, k and v."""
+def differentiated(attend: Attend, inputs: tuple[Tensor, ...], learnt: int = 3) -> tuple[Tensor, ...]:
+    """The output of ``attend``, and the gradients of the first inputs: q, k and v, unless said otherwise."""
     y = attend(*inputs)
-    gradients = torch.autograd.grad(y, inputs[:3], torch.ones_like(y))
+    gradients = torch.autograd.grad(y, inputs[:learnt], torch.ones_like(y))
     finished()
     return (y.detach(), *gradients)
 
@@ -204,6 +206,48 @@ def patterned(config: Any, impl: str) -> Attend:
         positions = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
         visibility = Visibility(config.build(), positions, True)
         return attention(q, k, v, visibility, Scoring(q.shape[3] ** -0.5), impl=impl).out  # type: ignore[arg-type]
+
+    return attend
+
+
+def distances(device: str, quick: bool, rounds: int) -> Rows:
+    """Rows of causal softmax attention whose scores depend on distances, a decay or padding, with all gradients."""
+    batch, heads, time, width = (1, 2, 40, 16) if quick else (16, 16, 1024, 64)
+    cases: dict[str, dict[str, tuple[int, ...]]] = {
+        "biases of 128 distances": {"bias": (heads, 128)},
+        "biases of all distances": {"bias": (heads, time)},
+        "factors of all distances": {"factor": (heads, time)},
+        "keys and values of 16 distances": {"keys": (1, 16, width), "values": (1, 16, width)},
+        "keys of all distances": {"keys": (heads, time, width)},
+        "decay": {},
+        "padding": {},
+    }
+    for dtype, name in product((torch.float32,) if quick else (torch.bfloat16, torch.float32), cases):
+        learnt = tuple(
+            torch.rand(shape, device=device, dtype=dtype if len(shape) == 3 else None).requires_grad_()
+            for shape in cases[name].values()
+        )
+        ways = {impl: scored(name, tuple(cases[name]), impl) for impl in ("chunked", "triton")}
+        inputs = *tokens((1, heads, min(time, 256), width), device, dtype)[:3], *learnt
+        expected = differentiated(scored(name, tuple(cases[name]), "reference"), inputs, len(inputs))
+        for way, attend in ways.items():
+            for ours, theirs in zip(differentiated(attend, inputs, len(inputs)), expected, strict=True):
+                gate_equal(f"{name}, {way}", ours.float(), theirs.float(), TOLERANCE[dtype])
+        inputs = *tokens((batch, heads, time, width), device, dtype)[:3], *learnt
+        seconds = timed({way: partial(differentiated, ways[way], inputs, len(inputs)) for way in ways}, rounds)
+        yield {"scores": name, "dtype": str(dtype), "shape": (batch, heads, time, width), "seconds": seconds}
+
+
+def scored(name: str, tables: tuple[str, ...], impl: str) -> Attend:
+    """Causal softmax attention of q, k and v with the ``tables`` of distances, a decay or padding."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *learnt: Tensor) -> Tensor:
+        relative = Relative(0, **dict(zip(tables, learnt, strict=True))) if tables else None
+        falls = torch.linspace(0, -9, q.shape[2], device=q.device, dtype=torch.float64).expand(q.shape[:3])
+        padding = (torch.arange(q.shape[2], device=q.device) < 9).expand(len(q), -1)
+        visibility = Visibility(Causal.Config().build(), key_padding_mask=padding if name == "padding" else None)
+        scoring = Scoring(q.shape[3] ** -0.5, relative=relative, decay=falls if name == "decay" else None)
+        return attention(q, k, v, visibility, scoring, impl=impl).out  # type: ignore[arg-type]
 
     return attend
 
@@ -361,8 +405,8 @@ def comparison(quick: bool) -> dict[str, Any]:
 
 
 PARTS = {
-    "floor": floor, "kernels": kernels, "peers": peers, "patterns": patterns, "training": training,
-    "generation": generation, "members": members,
+    "floor": floor, "kernels": kernels, "peers": peers, "patterns": patterns, "distances": distances,
+    "training": training, "generation": generation, "members": members,
 }  # fmt: skip
 
 
@@ -384,7 +428,7 @@ def table(rows: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[list[Any]]]
 
 def merged(earlier: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """``earlier`` rows with those that were measured again replaced, and the new ones behind them."""
-    names = ("rule", "pattern", "model", "member", "dtype", "shape", "bf16", "batch", "length")
+    names = ("rule", "pattern", "scores", "model", "member", "dtype", "shape", "bf16", "batch", "length")
 
     def what(row: dict[str, Any]) -> str:
         return json.dumps([row.get(name) for name in names])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-AttentionImpl = Literal["auto", "reference", "chunked", "sdpa", "flex"]
+AttentionImpl = Literal["auto", "reference", "chunked", "sdpa", "flex", "triton"]
 LinearImpl = Literal["auto", "reference", "chunked", "triton"]
 BucketedImpl = Literal["auto", "reference", "chunked"]
 ChosenImpl = Literal["auto", "reference", "chunked"]

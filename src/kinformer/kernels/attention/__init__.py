@@ -54,6 +54,7 @@ from kinformer.runtime.process import ONEDNN_FROM, by_onednn, processor_class
 #     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys
 #     sdpa        torch's ``scaled_dot_product_attention``
 #     flex        torch's FlexAttention, compiled on a GPU
+#     triton      our own kernel of a band for a GPU, with everything that scores are made of
 #
 # An explicit name is used or refused, never replaced by another.
 
@@ -104,6 +105,15 @@ def _tables(relative: Relative | None) -> tuple[str, ...]:
 
 def _refusal(impl: AttentionImpl, needs: Needs) -> str | None:
     """Return the first of ``needs`` that the implementation lacks, or None if it has all."""
+    if impl == "triton":
+        reasons = {
+            "scores of the form additive": needs.form == "additive",
+            "masks and biases of single pairs": needs.pairs,
+            "look-up among memories": needs.memories,
+            "patterns but by distance alone": not needs.band,
+            "tables by distance without an order": needs.sets and bool(needs.tables),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
     if impl not in ("sdpa", "flex"):
         return None
     allowed = ("bias",) if impl == "flex" else ()
@@ -393,7 +403,7 @@ def attention(
     assert isinstance(k, Tensor) and isinstance(v, Tensor), "keys and values are of one kind"
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, scoring)
-    if scoring.decay is not None and impl != "reference":
+    if scoring.decay is not None and impl not in ("reference", "triton"):
         return _decayed((q, k, v), visibility, scoring, impl, lse)
     if impl == "auto":
         impl = choose_impl(q, k, visibility, scoring, lse, v.shape[3])
@@ -458,6 +468,10 @@ def _by(
         return attend_sdpa(q, k, v, visibility, scoring)
     if impl == "reference":
         return reference.attend(q, k, v, visibility, scoring)
+    if impl == "triton":
+        from kinformer.kernels.attention.triton import attend  # imports Triton
+
+        return with_sink(attend(q, k, v, visibility, scoring), scoring.sink)
     from kinformer.kernels.attention.backends import attend_flex
 
     return attend_flex(q, k, v, visibility, scoring)
