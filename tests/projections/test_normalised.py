@@ -29,7 +29,7 @@ def test_queries_and_keys_do_not_grow_with_the_stream():
         torch.testing.assert_close(one, hundred, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("over", ["head", "heads", "by_head"])
+@pytest.mark.parametrize("over", ["head", "heads"])
 def test_without_weights_it_is_the_norm_before_its_weights_have_learnt(over):
     def built(weight):
         torch.manual_seed(0)

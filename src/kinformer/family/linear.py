@@ -494,6 +494,7 @@ TTT = Member(
     departures=(
         "a chunk may end anywhere in a mini-batch (the authors' code: only where it is followed by single tokens)",
         "a GELU feed-forward and layer norms around it in all recipes but paper and paper-mamba",
+        usual_training("paper", "paper-mamba"),
     ),
     exact_limit="no finite limit; without the inner norm it is the delta rule with mini-batches of one token, and "
     "linear attention with a single mini-batch",

@@ -161,8 +161,8 @@ def native_form(config: ModelConfig, length: int | None = None, padding: Padding
         differing.sort(key=lambda name: not name.endswith("kind"))
         differences[form.title] = [(name, ours.get(name)) for name in differing]
     if not differences:
-        kinds = [f"the mixer {layer['mixer']['kind']!r}" for layer in data["layers"] if "mixer" in layer]
-        return f"no architecture written natively has {', '.join(dict.fromkeys(kinds)) or 'such layers'}"
+        mixers = [f"the mixer {layer['mixer']['kind']!r}" for layer in data["layers"] if "mixer" in layer]
+        return f"no architecture written natively has {', '.join(dict.fromkeys(mixers)) or 'such layers'}"
     title = min(differences, key=lambda name: len(differences[name]))
     path, value = differences[title][0]
     return f"{title}, the nearest architecture written natively, does not have {path} = {value!r}"

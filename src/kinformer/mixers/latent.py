@@ -227,7 +227,8 @@ class IndexedState(NamedTuple):
 
 class Queries(NamedTuple):
     """The queries of a block of tokens: absorbed queries ``q`` [batch, time, heads, rotary_dim + latent_dim], scaled,
-    the indexer's queries ``indexing`` [batch, time, index_heads, index_dim] and ``weights`` [batch, time, index_heads]."""
+    the indexer's queries ``indexing`` [batch, time, index_heads, index_dim] and its ``weights`` [batch, time,
+    index_heads]."""
 
     q: Tensor
     indexing: Tensor

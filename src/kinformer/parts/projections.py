@@ -425,6 +425,12 @@ class Normalised(Projection):
         eps: float = 1e-6
         weight: bool = True
 
+        def __post_init__(self) -> None:
+            if self.over == "by_head" and not self.weight:
+                raise KinformerError(
+                    "weight = False and over = 'by_head', which is each head's own weight; choose over = 'head'."
+                )
+
         def part(self, parts: int) -> AroundConfig:
             if self.over == "heads":
                 raise undivided(self, "over = 'heads' is one root mean square of all heads")
@@ -462,9 +468,8 @@ def normed(norm: nn.RMSNorm, x: Tensor, by_head: bool = False) -> Tensor:
     """Return ``norm`` of x [batch, heads, time, head_dim] in the dtype of ``x``, which under autocast is not the
     weight's; ``by_head``: of each head by itself, with its part of the weight."""
     weight = None if norm.weight is None else norm.weight.to(x.dtype)
-    if by_head:
-        result = rms_norm(x, x.shape[-1:], None, norm.eps)
-        return result if weight is None else result * weight.view(x.shape[1], 1, -1)
+    if by_head and weight is not None:
+        return rms_norm(x, x.shape[-1:], None, norm.eps) * weight.view(x.shape[1], 1, -1)
     if norm.normalized_shape[0] == x.shape[-1]:
         return rms_norm(x, norm.normalized_shape, weight, norm.eps)
     whole = rms_norm(merge_heads(x), norm.normalized_shape, weight, norm.eps)

@@ -94,7 +94,7 @@ def changed(
         x = tl.maximum(x, 0.0) * entries(factor + head * factor_step, d, lowest, count)
     if bias is not None:
         x += entries(bias + head * bias_step, d, lowest, count)
-    if keys is not None:  # noqa: SIM102  known when the kernel is compiled
+    if keys is not None:  # noqa: SIM102  inside_table when the kernel is compiled
         if (first < count) & (first + 2 * SIZE > 0):
             R = near(keys + head * keys_step, first, count, width, SIZE, WIDTH)
             x += scale * aligned(product(Q, tl.trans(R), tl.zeros([SIZE, 2 * SIZE], tl.float32)), SIZE)
@@ -172,7 +172,7 @@ def forward(
             p = tl.where(retained(drawn, tl.load(columns + j, j < slots, 0), threshold), p * grown, 0.0)
         V = loaded(v, held, j < slots, wide, WIDE)
         result = product(p.to(V.dtype), V, result * shrunk[:, None])
-        if values is not None:  # noqa: SIM102  known when the kernel is compiled
+        if values is not None:  # noqa: SIM102  inside_table when the kernel is compiled
             if (first < count) & (first + 2 * SIZE > 0):
                 R = near(values + head * values_step, first, count, wide, SIZE, WIDE)
                 result = product(skewed(p, SIZE).to(R.dtype), R, result)
@@ -201,14 +201,14 @@ def slopes_of(
     seen = visible(d, i, j, time, slots, behind, ahead, lookback, padding, row)
     p = tl.where(seen, tl.exp(s - top[:, None]), 0.0)
     dp = product(Y, tl.trans(V), tl.zeros([SIZE, SIZE], tl.float32))
-    if values is not None:  # noqa: SIM102  known when the kernel is compiled
+    if values is not None:  # noqa: SIM102  inside_table when the kernel is compiled
         if (first < count) & (first + 2 * SIZE > 0):
             R = near(values + head * values_step, first, count, wide, SIZE, WIDE)
             dp += aligned(product(Y, tl.trans(R), tl.zeros([SIZE, 2 * SIZE], tl.float32)), SIZE)
     dropped = p
     if drawn is not None:
-        kept = retained(drawn, tl.load(columns + j, j < slots, 0), threshold)
-        dp, dropped = tl.where(kept, dp * grown, 0.0), tl.where(kept, p * grown, 0.0)
+        alive = retained(drawn, tl.load(columns + j, j < slots, 0), threshold)
+        dp, dropped = tl.where(alive, dp * grown, 0.0), tl.where(alive, p * grown, 0.0)
     ds = p * (dp - delta[:, None])
     dx = ds
     if factor is not None:
@@ -265,22 +265,24 @@ def backward_queries(
             falls += tl.sum(ds, 1)
         if (first < count) & (first + 2 * SIZE > 0):
             place = first + w
-            known = (place >= 0) & (place < count)
+            inside_table = (place >= 0) & (place < count)
             if dbias is not None:
-                tl.atomic_add(dbias + head * bias_step + place, tl.sum(skewed(ds, SIZE), 0), known)
+                tl.atomic_add(dbias + head * bias_step + place, tl.sum(skewed(ds, SIZE), 0), inside_table)
             if dfactor is not None:
-                tl.atomic_add(dfactor + head * factor_step + place, tl.sum(skewed(ds * positive, SIZE), 0), known)
+                tl.atomic_add(
+                    dfactor + head * factor_step + place, tl.sum(skewed(ds * positive, SIZE), 0), inside_table
+                )
             if keys is not None:
                 lean = (skewed(ds, SIZE) * scale).to(Q.dtype)
                 result = product(lean, near(keys + head * keys_step, first, count, width, SIZE, WIDTH), result)
                 if dkeys is not None:
                     part = product(tl.trans(lean), Q, tl.zeros([2 * SIZE, WIDTH], tl.float32))
                     where = dkeys + head * keys_step + place[:, None] * width + f[None, :]
-                    tl.atomic_add(where, part, known[:, None] & (f < width)[None, :])
+                    tl.atomic_add(where, part, inside_table[:, None] & (f < width)[None, :])
             if dvalues is not None:
                 part = product(tl.trans(skewed(p, SIZE).to(Y.dtype)), Y, tl.zeros([2 * SIZE, WIDE], tl.float32))
                 where = dvalues + head * values_step + place[:, None] * wide + e[None, :]
-                tl.atomic_add(where, part, known[:, None] & (e < wide)[None, :])
+                tl.atomic_add(where, part, inside_table[:, None] & (e < wide)[None, :])
     stored = tokens[:, None] * width + f[None, :], inside[:, None] & (f < width)[None, :]
     tl.store(dq + stored[0], result, stored[1])
     if FORM == "modulus":
@@ -417,7 +419,7 @@ class _Work:
         lookback = None if lookback is None else lookback.contiguous()
         decay = None if decay is None else decay.contiguous()
         threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
-        self.given = lookback, padding, *self.tables, decay, rows, columns, threshold, 1 / (1 - p)
+        self.request = lookback, padding, *self.tables, decay, rows, columns, threshold, 1 / (1 - p)
         self.sizes = (
             *steps, scale, lowest, count, self.heads, self.heads // self.kv_heads, self.time, slots, width, wide,
             behind, ahead,
@@ -437,7 +439,7 @@ def _forward(*call: *_Call) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     with torch.cuda.device_of(q):
         forward[work.by_queries](
-            work.q, work.q2, work.k, work.v, out, lse, *work.given, *work.sizes, **work.constants
+            work.q, work.q2, work.k, work.v, out, lse, *work.request, *work.sizes, **work.constants
         )  # fmt: skip
     return out, lse
 
@@ -467,10 +469,10 @@ def _backward(grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *call: *
     with torch.cuda.device_of(q):
         inputs = work.q, work.q2, work.k, work.v, grad
         backward_queries[work.by_queries](
-            *inputs, dq, dq2, top, delta, *work.given, *tables, ddecay, *work.sizes, **work.constants
+            *inputs, dq, dq2, top, delta, *work.request, *tables, ddecay, *work.sizes, **work.constants
         )
         backward_keys[work.by_keys](
-            *inputs, dk, dv, top, delta, *work.given, ddecay, *work.sizes, **work.constants
+            *inputs, dk, dv, top, delta, *work.request, ddecay, *work.sizes, **work.constants
         )  # fmt: skip
     rest = (q.new_empty(0) if total is None else total.to(one.dtype) for total, one in zip(summed, others, strict=True))
     return dq, q.new_empty(0) if dq2 is None else dq2, dk, dv, *rest
