@@ -320,7 +320,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._cancelled: set[Request] = set()
         self._row_bytes = lru_cache(4096)(lambda length: row_bytes(model, length))
-        self._admitted: Counter[Request] = Counter()  # their open rows
+        self._admitted: Counter[Request] = Counter()  # requests, and how many rows each still has
         self._changed = threading.Condition()
         self._closing = False
 
@@ -528,7 +528,7 @@ class Engine:
             self._fail([row.request for row in rows], error)
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """End the requests that have open rows, by ``error``."""
+        """Fail every request with open rows, and release its rows."""
         for request in requests:
             if self._admitted[request]:
                 self._leave(request, "failed")
