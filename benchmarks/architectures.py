@@ -203,8 +203,9 @@ def main() -> None:
     if transformers is None:
         return
     with nullcontext(options.reports) if options.reports else tempfile.TemporaryDirectory() as folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        results = proven(outcomes(Path(folder)))
+        place = Path(folder).resolve()  # pytest runs in another folder
+        place.mkdir(parents=True, exist_ok=True)
+        results = proven(outcomes(place))
     rows = [(*key, *(cell(row.get(law, [])) for law in LAWS)) for key, row in sorted(results.items())]
     show("tests that hold", ("direction", "architecture", *LAWS), rows)
     table = [

@@ -382,7 +382,8 @@ def main() -> None:
     path, table = options.out or RESULTS / "clients.json", []
     if path.is_file() and not options.quick:
         before = json.loads(path.read_text(encoding="utf-8"))["table"]
-        table = [row for row in before if options.resume or row["client"] not in options.clients]
+        kept = [row for row in before if (row["client"], row["use"]) in ORDER]  # without former trials
+        table = [row for row in kept if options.resume or row["client"] not in options.clients]
     why = {name: "no trial here" if find_spec(name) else "not installed" for name in NOT_TRIED}
     not_run = {name: f"{use}: {why[name]}" for name, use in NOT_TRIED.items()}
     not_run |= {client: "not installed" for client in CLIENTS if version_of(client) is None}

@@ -109,11 +109,11 @@ def test_a_stop_string_ends_the_text_before_it(cli, linear_run):
 
 
 def test_a_terminal_does_not_obey_the_text_of_a_model(monkeypatch):
-    for framed, said in ((True, "> a\\x1b[2Jb\n"), (False, "> a\x1b[2Jb\n")):
+    for framed, said in ((True, "> a\\x1b[2Jb\n"), (False, "> a\x1b[2Jb\r\n")):
         terminal = io.StringIO()
         terminal.isatty = lambda framed=framed: framed
         monkeypatch.setattr(sys, "stdout", terminal)
-        _Echo("> ")("a\x1b[2Jb\n")
+        _Echo("> ")("a\x1b[2Jb\r\n")
         assert terminal.getvalue() == said
 
 

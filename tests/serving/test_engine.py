@@ -207,9 +207,31 @@ def test_a_state_without_memory_fails_its_request_alone(monkeypatch):
     assert short.listener.tokens == alone(engine.model, short)
 
 
-def test_an_error_ends_the_engine_and_its_requests(monkeypatch):
+def test_a_lack_of_memory_counts_every_row_once(monkeypatch):
+    def full(state, rows):
+        raise RuntimeError("can't allocate memory")
+
+    model = tiny("linear-transformer")
+    new = alone(model, request([1], 20, seed=1))[0]
+    end = next(place for place, token in enumerate(new) if place and token not in new[:place])
+    engine = Engine(model, Limits(chunk=4))
+    ended, lost, absorbed = request([1], 20, seed=1, stop=new[end]), request([2], 20), request([3] * 200, 20)
+    for item in (ended, lost, absorbed):
+        engine.submit(item)
+    monkeypatch.setattr(states, "select_rows", full)
+    while not ended.listener.reasons:
+        engine.turn()
+    assert ended.listener.reasons == {0: "stop"} and ended.listener.error is None
+    assert "can't allocate memory" in str(lost.listener.error)
+    assert engine.rows == 1 and (engine.counts["stop"], engine.counts["failed"]) == (1, 1)
+    exhaust(engine)
+    assert absorbed.listener.tokens == alone(model, absorbed) and engine.rows == 0
+
+
+@pytest.mark.parametrize("place", ["Batch.step", "Prefill.absorb", "Prefill.__init__"])
+def test_an_error_ends_the_engine_and_its_requests(monkeypatch, place):
     engine = Engine(tiny("gpt"), Limits(max_streams=1))
-    monkeypatch.setattr(engine._batch, "step", lambda: 1 // 0)
+    monkeypatch.setattr(f"kinformer.lab.serving.engine.{place}", lambda *_: 1 // 0)
     items = [request([1], 5), request([2], 5)]
     for item in items:
         engine.submit(item)

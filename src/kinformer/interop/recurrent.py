@@ -530,8 +530,8 @@ def _lfm2(full: Settings) -> ConfigData:
     kinds = [FULL if exact is None or number in exact else CONV for number in numbers]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, CONV)
     if full.switch("block_auto_adjust_ff_dim"):
-        factor = 1.0 if full["block_ffn_dim_multiplier"] is None else full.positive("block_ffn_dim_multiplier")
-        width, step = int(factor * int(2 * full.integer("intermediate_size") / 3)), full.integer("block_multiple_of")
+        width, step = int(2 * full.integer("intermediate_size") / 3), full.integer("block_multiple_of")
+        width = int(full.positive("block_ffn_dim_multiplier") * width)
         full = full.changed(intermediate_size=-(-width // step) * step)
     model = like_llama(full, normed=True, biases=(False, False), positions={FULL: rope(full, base=1e6)})
     for layer, kind in zip(model["layers"], kinds, strict=True):

@@ -54,8 +54,8 @@ def printable(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return the text of a model: for a terminal :func:`printable`, for a pipe unchanged."""
-    return printable(text) if sys.stdout.isatty() else text
+    """Return the text of a model: for a terminal :func:`printable`, without the CR of lines, for a pipe unchanged."""
+    return printable(text.replace("\r", "")) if sys.stdout.isatty() else text
 
 
 def print_blocks(blocks: Iterable[str | TextTable]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -243,7 +243,6 @@ class Prefill:
         self.model, self.request = model, request
         self.absorbed = 0
         self.scores: list[TokenScore | None] = [None]
-        self._tokens = torch.from_numpy(request.tokens)[None].to(device_of(model))
         self._logits: Tensor | None = None
         self._state: State = None
 
@@ -262,7 +261,8 @@ class Prefill:
         if self._state is None:
             length = len(self.request.tokens) + min(ROOM, self.request.max_new_tokens)
             self._state = states.reserve(self.model.initial_state(1), length)
-        chunk = self._tokens[:, self.absorbed : self.absorbed + limit]
+        tokens = self.request.tokens[self.absorbed : self.absorbed + limit]
+        chunk = torch.from_numpy(tokens)[None].to(device_of(self.model))
         with few_rows(chunk.device, chunk.numel() < FEW):
             if self.request.scores_prompt:
                 self._score(chunk)
@@ -320,14 +320,14 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._cancelled: set[Request] = set()
         self._row_bytes = lru_cache(4096)(lambda length: row_bytes(model, length))
-        self._lengths: Counter[int] = Counter()  # the admitted rows, by the full length of their requests
+        self._admitted: Counter[Request] = Counter()  # requests, and how many rows each still has
         self._changed = threading.Condition()
         self._closing = False
 
     @property
     def rows(self) -> int:
         """Return the number of admitted rows, rows of unfinished prompts included."""
-        return self._lengths.total()
+        return self._admitted.total()
 
     @property
     def waiting(self) -> int:
@@ -405,8 +405,7 @@ class Engine:
                 self.turn()
         finally:
             self.close()
-            requests = [*self._entered, *self._waiting, *(prefill.request for prefill in self._prefills)]
-            for request in dict.fromkeys([*requests, *(row.request for row in self._batch.rows)]):
+            for request in [*self._admitted, *self._waiting]:
                 request.listener.failed(KinformerError(_SHUTTING_DOWN))
 
     def _has_work(self) -> bool:
@@ -436,28 +435,25 @@ class Engine:
     def _drop_cancelled(self) -> list[Row]:
         """Return the batch's rows of cancelled requests; remove all other cancelled requests at once."""
         with self._changed:
-            cancelled = self._cancelled
-            self._cancelled = cancelled.intersection(self._entered)  # they entered a moment ago
+            cancelled = self._cancelled.difference(self._entered)  # who entered a moment ago waits for the next turn
+            self._cancelled -= cancelled
             for request in [item for item in self._waiting if item in cancelled]:
                 self._waiting.remove(request)
                 self.counts["cancelled"] += request.copies
-        for prefill in [item for item in self._prefills if item.request in cancelled]:
-            self._prefills.remove(prefill)
-            self._leave(prefill.request, "cancelled", prefill.request.copies)
-        rows = [row for row in self._batch.rows if row.request in cancelled]
-        for row in rows:
-            self._leave(row.request, "cancelled")
-        return rows
+        for request in cancelled:
+            self._leave(request, "cancelled")
+        self._prefills = deque(item for item in self._prefills if item.request not in cancelled)
+        return [row for row in self._batch.rows if row.request in cancelled]
 
     def _fits(self, request: Request) -> bool:
         """Return whether the request fits beside the admitted requests; the longest row decides the size of all."""
         rows, most = self.rows + request.copies, self.limits.max_state_bytes
         if most is None or rows > self.limits.max_streams:
             return rows <= self.limits.max_streams
-        return rows * self._row_bytes(max([request.length, *self._lengths])) <= most
+        return rows * self._row_bytes(max(item.length for item in (request, *self._admitted))) <= most
 
     def _enter(self, request: Request) -> None:
-        self._lengths[request.length] += request.copies
+        self._admitted[request] = request.copies
         self._entered.append(request)
 
     def _admit(self) -> None:
@@ -467,12 +463,13 @@ class Engine:
             entered, self._entered = self._entered, []
         self._prefills.extend(Prefill(self.model, request) for request in entered)
 
-    def _leave(self, request: Request, how: str, rows: int = 1) -> None:
-        """Release some rows of the request, and count the reason."""
-        self.counts[how] += rows
+    def _leave(self, request: Request, how: str, rows: int | None = None) -> None:
+        """Release some open rows of the request, by default all, and count the reason."""
         with self._changed:
-            self._lengths[request.length] -= rows
-            self._lengths += Counter()  # forget lengths without rows
+            rows = self._admitted[request] if rows is None else rows
+            self.counts[how] += rows
+            self._admitted[request] -= rows
+            self._admitted += Counter()  # forget requests without rows
 
     def _absorb(self) -> list[Joining]:
         """Absorb prompts in turns, up to a chunk of tokens together; return the rows whose prompts are complete."""
@@ -488,8 +485,7 @@ class Engine:
                 elif (item := self._started(prefill)) is not None:
                     joining.append(item)
             except (KinformerError, RuntimeError) as error:
-                prefill.request.listener.failed(_failure(error))
-                self._leave(prefill.request, "failed", prefill.request.copies)
+                self._fail([prefill.request], error)
         return joining
 
     def _started(self, prefill: Prefill) -> Joining | None:
@@ -502,7 +498,7 @@ class Engine:
         if request.max_new_tokens == 0:
             for copy in range(request.copies):
                 request.listener.ended(copy, "length")
-                self._leave(request, "length")
+            self._leave(request, "length")
             return None
         rows = [Row(request, copy) for copy in range(request.copies)]
         tokens = self._draw(rows, logits)
@@ -524,19 +520,19 @@ class Engine:
             self.counts["steps"] += 1
             batch.tokens = self._draw(rows, logits)
             broken = {row.request for row, finite in zip(rows, logits.isfinite().all(-1).tolist()) if not finite}
+            self._fail(broken, KinformerError(_NOT_FINITE))
             failed = [row for row in rows if row.request in broken]
-            if failed:
-                self._fail(failed, KinformerError(_NOT_FINITE))
             batch.change([*failed, *self._report(rows, logits, batch.tokens, broken)], ())
         except (KinformerError, RuntimeError) as error:
             self._batch = Batch(self.model)
-            self._fail([row for row in rows if row.remaining], _failure(error))
+            self._fail([row.request for row in rows], error)
 
-    def _fail(self, rows: Sequence[Row], error: KinformerError) -> None:
-        for row in rows:
-            self._leave(row.request, "failed")
-        for request in {row.request: None for row in rows}:
-            request.listener.failed(error)
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """Fail every request with open rows, and release its rows."""
+        for request in requests:
+            if self._admitted[request]:
+                self._leave(request, "failed")
+                request.listener.failed(_failure(error))
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
@@ -571,7 +567,7 @@ class Engine:
             if stopped or row.remaining == 0:
                 reason = "stop" if stopped else "length"
                 request.listener.ended(row.copy, reason)
-                self._leave(request, reason)
+                self._leave(request, reason, rows=1)
                 ended.append(row)
         return ended
 
