@@ -78,7 +78,7 @@ FORGETTING = Member(
     use_when="softmax attention should learn to forget, without a choice of positions, on texts longer than in "
     "training",
     avoid_when="the state must not grow",
-    training={  # the authors' configurations: 48 x 2^30 tokens
+    training={  # the authors' configurations: 45 x 2^30 tokens
         name: {
             "steps": 92_160,
             "batch_size": 32,

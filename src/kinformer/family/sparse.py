@@ -505,7 +505,7 @@ _V3_EXPERTS: Settings = {
     "router": "sigmoid", "scale": 2.5, "balance": 0.0001, "bias_rate": 0.001,
 }  # fmt: skip
 _DSA_TRAINING: Settings = {
-    "steps": 16_000, "length": 131_072, "batch_size": 480, "schedule": "constant", "lr": 1e-3,
+    "steps": 16_000, "length": 131_072, "batch_size": 480, "schedule": "constant", "warmup": 0, "lr": 1e-3,
     "stages": ({"steps": 1000, "batch_size": 16, "set": {"layers.*.mixer.topk": None}}, {"lr": 7.3e-6}),
 }  # fmt: skip
 
