@@ -91,6 +91,10 @@ def test_a_recipe_of_a_paper_brings_its_augmentation():
     assert planned("vision").items() >= {"smoothing": 0.1, "repeats": 3}.items()
     assert planned("vision", task_options={"repeats": 1})["repeats"] == 1
     assert "augment" not in planned("mae")
+    with pytest.raises(
+        KinformerError, match=r"`repeats` 3: .* `augment` changes none; give that too, or `repeats` 1\.$"
+    ):
+        planned("vision", task_options={"augment": "none"})
 
 
 def test_the_stages_of_dsa_have_constant_rates_from_their_first_step():
