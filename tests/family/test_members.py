@@ -348,6 +348,13 @@ def test_records_are_complete(member):
     assert str(record.year) in record.paper
 
 
+def test_a_record_has_the_year_of_its_paper_or_is_refused():
+    gpt = MEMBERS["gpt"]
+    assert dataclasses.replace(gpt, year=0, paper="arXiv 2009.14794, of 2021").year == 2021
+    with pytest.raises(KinformerError, match="member gpt: paper 'arXiv 2009.14794' names no year; add it, or give"):
+        dataclasses.replace(gpt, year=0, paper="arXiv 2009.14794")
+
+
 def mixed(config, time=12, **options):
     """Outputs of a mixer with weights that depend on the config's shapes only."""
     torch.manual_seed(0)

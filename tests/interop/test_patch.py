@@ -40,8 +40,9 @@ def test_weights_of_norms_are_those_of_every_head_or_dropped():
     want = logits(new_model("qwen3"), tokens())
     by_head = patch(new_model("qwen3"), "rope", set={"projection.over": "by_head"})
     assert_equal(logits(by_head, tokens()), want)
-    whole = patched_layers(patch(new_model("qwen3"), "rope", set={"projection.over": "heads"}))[0]
-    assert set(whole.dropped) == {"q_norm", "k_norm"}
+    for change in ({"projection.over": "heads"}, {"projection.weight": False}):
+        record = patched_layers(patch(new_model("qwen3"), "rope", set=change))[0]
+        assert set(record.dropped) == {"q_norm", "k_norm"}
 
 
 def test_the_record_names_weights_that_the_mixer_drops():

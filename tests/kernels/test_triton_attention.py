@@ -5,7 +5,8 @@ import torch
 
 from kinformer.core.parts import Relative
 from kinformer.core.pattern import Band
-from kinformer.kernels.attention import AttentionDropout, Scoring, Visibility, attention
+from kinformer.kernels import attention as route
+from kinformer.kernels.attention import AttentionDropout, Needs, Scoring, Visibility, attention, check_impl
 from kinformer.runtime.errors import KinformerError
 
 pytest.importorskip("triton")
@@ -114,10 +115,54 @@ def test_half_precision_is_near(small_tiles, device, dtype):
         assert (found.double() - want.double()).norm() < 2e-2 * want.double().norm()
 
 
-def test_what_it_lacks_is_refused():
+@pytest.mark.parametrize("device", [interpreted, on_gpu])
+def test_queries_of_a_set_may_outnumber_its_keys(small_tiles, device):
+    def outcome_of(impl, dtype):
+        leaves = [draw(1, heads, n, 8, seed=n) for heads, n in ((2, 50), (1, 17), (1, 17))]
+        leaves = [one.to(device, dtype).requires_grad_() for one in leaves]
+        return outcome(impl, (Visibility(), Scoring(0.4)), leaves)
+
+    for ours, want in zip(outcome_of("triton", torch.float32), outcome_of("reference", torch.float64), strict=True):
+        torch.testing.assert_close(ours.double(), want.double(), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("device", [on_gpu])
+def test_rows_may_outnumber_the_second_axis_of_a_grid(device):
+    q, k, v = (torch.randn(2**15, 2, 3, 16, device=device) for _ in range(3))
+    request = Visibility(CAUSAL), Scoring(0.4)
+    expected = attention(q, k, v, *request, impl="reference").out
+    torch.testing.assert_close(attention(q, k, v, *request, impl="triton").out, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("device", [interpreted])
+def test_a_graph_holds_for_every_seed_and_length(small_tiles, device):
+    from torch._dynamo.testing import CompileCounter
+
+    def attend(q, seed):
+        scoring = Scoring(0.4, dropout=AttentionDropout(0.3, seed))
+        return attention(q, q, q, Visibility(CAUSAL), scoring, impl="triton").out
+
+    counter = CompileCounter()
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
+    for seed, time in enumerate((20, 21, 23, 26), start=7):
+        q = draw(1, 1, time, 8, seed=seed).float()
+        torch.testing.assert_close(compiled(q, seed), attend(q, seed))
+    assert counter.frame_count <= 2  # the second one for any numbers
+
+
+def test_a_missing_triton_is_named(monkeypatch):
+    monkeypatch.setattr(route, "has_triton", lambda: False)
+    with pytest.raises(KinformerError, match=r"softmax: impl='triton' needs Triton; pip install 'kinformer\[triton\]'"):
+        check_impl("triton", Needs(), "softmax")
+
+
+def test_what_it_lacks_is_refused(monkeypatch):
     (visibility, scoring), leaves = problem("cpu", torch.float64)
     with pytest.raises(KinformerError, match="does not take float64"):
         attention(*leaves, visibility, scoring, impl="triton")
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    with pytest.raises(KinformerError, match="runs on a GPU, but the tensors are on the CPU; .*TRITON_INTERPRET=1"):
+        attention(*(one.float() for one in leaves), visibility, scoring, impl="triton")
     mask = torch.ones(1, 1, TIME, SLOTS, dtype=torch.bool)
     with pytest.raises(KinformerError, match="masks and biases of single pairs; use one of auto, reference, chunked"):
         attention(*leaves, Visibility(attn_mask=mask), scoring, impl="triton")

@@ -16,6 +16,7 @@ from kinformer.lab.runs.planner import Planner, checked, open_planner, planner_f
 from kinformer.lab.tasks.table import options_for, task_for
 from kinformer.lab.training.data_module import ObjectiveModule
 from kinformer.lab.training.distributed import Group
+from kinformer.lab.training.schedule import stages_of
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, spelled
 
@@ -90,6 +91,13 @@ def test_a_recipe_of_a_paper_brings_its_augmentation():
     assert planned("vision").items() >= {"smoothing": 0.1, "repeats": 3}.items()
     assert planned("vision", task_options={"repeats": 1})["repeats"] == 1
     assert "augment" not in planned("mae")
+    with pytest.raises(KinformerError, match=r"repeats 3: .* augment changes none; give that too, or repeats 1\.$"):
+        planned("vision", task_options={"augment": "none"})
+
+
+def test_the_stages_of_dsa_have_constant_rates_from_their_first_step():
+    stages = stages_of(Settings(**MEMBERS["dsa"].training["paper"]))
+    assert [(stage.settings.schedule, stage.settings.warmup) for stage in stages] == [("constant", 0)] * 2
 
 
 def test_a_recipe_is_trained_as_in_its_paper_unless_set_otherwise(opened):

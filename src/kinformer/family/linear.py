@@ -282,10 +282,8 @@ GATED_DELTANET = Member(
         }
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _DELTANET),
-        "small": Recipe(256, 4, 4, _DELTANET),
+        **sizes(_DELTANET, benchmark=_RELU),
         "hybrid": Recipe(256, 4, 4, _DELTANET, {"layers.3::4.mixer": part("softmax", position="rope")}),
-        "benchmark": Recipe(256, 4, 4, _DELTANET, _RELU),
         "paper": Recipe(2048, 24, 6, _DELTANET, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
     },
 )
@@ -368,10 +366,8 @@ KDA = Member(
         }
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _kda(16)),
-        "small": Recipe(256, 4, 4, _kda(64)),
+        **sizes(_kda(64), tiny=_kda(16), benchmark=_RELU),
         "hybrid": Recipe(256, 4, 4, _kda(64), {"layers.3::4.mixer": _latent(64, 32, 128)}),
-        "benchmark": Recipe(256, 4, 4, _kda(64), _RELU),
         # Kimi Linear: three KDA layers to one of latent attention, which the last is, too; experts behind all but one
         "paper": Recipe(2304, 27, 32).but(
             _kda(128),
@@ -487,9 +483,7 @@ TTT = Member(
     name="ttt",
     title="TTT-Linear",
     paper="Sun et al. 2024, Learning to (Learn at Test Time): RNNs with Expressive Hidden States (arXiv 2407.04620)",
-    year=2024,
     axes=("recurrence",),
-    causal=True,
     growth="constant",
     departures=(
         "a chunk may end anywhere in a mini-batch (the authors' code: only where it is followed by single tokens)",

@@ -78,7 +78,7 @@ FORGETTING = Member(
     use_when="softmax attention should learn to forget, without a choice of positions, on texts longer than in "
     "training",
     avoid_when="the state must not grow",
-    training={  # the authors' configurations: 48 x 2^30 tokens
+    training={  # the authors' configurations: 45 x 2^30 tokens
         name: {
             "steps": 92_160,
             "batch_size": 32,
@@ -91,10 +91,8 @@ FORGETTING = Member(
         for name, lr in (("paper", 1e-3), ("paper-pro", 2e-3))
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, _FORGETTING),
-        "small": Recipe(256, 4, 4, _FORGETTING),
+        **sizes(_FORGETTING),
         "pro": Recipe(256, 4, 4, _FORGETTING, _PRO),
-        "benchmark": Recipe(256, 4, 4, _FORGETTING),
         # the paper's model of 760M parameters; feed-forwards are narrower where the gate has parameters
         "paper": Recipe(1536, 24, 24).but(
             _FORGETTING,
@@ -177,8 +175,7 @@ MLA = Member(
         }
     },
     recipes={
-        "tiny": Recipe(32, 2, 2, mixer=part("latent", latent_dim=16)),
-        "small": Recipe(256, 4, 4, mixer=part("latent", latent_dim=128)),
+        **sizes({"mixer": part("latent", latent_dim=128)}, tiny={"mixer": part("latent", latent_dim=16)}),
         # experts behind all layers but the first, as DeepSeek-V3
         "experts": Recipe(256, 4, 4).but(
             {
@@ -195,7 +192,6 @@ MLA = Member(
             },
             mixer=part("latent", latent_dim=128),
         ),
-        "benchmark": Recipe(256, 4, 4, mixer=part("latent", latent_dim=128)),
         "paper": Recipe(5120, 60, 128).but(
             llama(1e-6, "swiglu", hidden_dim=12288),
             {

@@ -505,7 +505,7 @@ _V3_EXPERTS: Settings = {
     "router": "sigmoid", "scale": 2.5, "balance": 0.0001, "bias_rate": 0.001,
 }  # fmt: skip
 _DSA_TRAINING: Settings = {
-    "steps": 16_000, "length": 131_072, "batch_size": 480, "schedule": "constant", "lr": 1e-3,
+    "steps": 16_000, "length": 131_072, "batch_size": 480, "schedule": "constant", "warmup": 0, "lr": 1e-3,
     "stages": ({"steps": 1000, "batch_size": 16, "set": {"layers.*.mixer.topk": None}}, {"lr": 7.3e-6}),
 }  # fmt: skip
 
@@ -513,10 +513,7 @@ DSA = Member(
     name="dsa",
     title="DeepSeek sparse attention (DSA)",
     paper="DeepSeek-AI 2025, DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models (arXiv 2512.02556)",
-    year=2025,
     axes=("pattern", "projection"),
-    causal=True,
-    growth="linear",
     departures=(
         "in the warm-up (topk None) all weights learn (the paper freezes all but the indexer's)",
         "between tokens of equal scores up to rounding the last are chosen, so that the choice does not depend on the "
@@ -538,16 +535,13 @@ DSA = Member(
         "tiny": Recipe(32, 2, 2, _dsa(8, latent_dim=16, index_heads=2, index_dim=8)),
         "small": Recipe(256, 4, 4, _dsa(64, latent_dim=128, index_dim=32)),
         "benchmark": Recipe(256, 4, 4, _dsa(256, latent_dim=128, index_dim=32)),
-        "paper": Recipe(
-            7168,
-            61,
-            128,
+        "paper": Recipe(7168, 61, 128).but(
             llama(1e-6, "swiglu", hidden_dim=18432),
             _dsa(2048, head_dim=128, rotary_dim=64, latent_dim=512, query_latent_dim=1536, index_heads=64),
             {"layers.3:.feed_forward": part("experts", **_V3_EXPERTS)},
             initialisation={"std": 0.006, "residual": "plain"},
             vocab_size=129_280,
-        ),  # fmt: skip
+        ),
     },
 )
 

@@ -595,7 +595,7 @@ def carry(mixer: nn.Module, attention: Attention) -> tuple[tuple[str, ...], tupl
     for name, weight in attention.norms.items() if normalised is not None else ():
         target = getattr(normalised, name).weight
         weight = weight.repeat(len(target) // len(weight)) if normalised.by_head else weight
-        if target.shape != weight.shape:
+        if target is None or target.shape != weight.shape:
             continue
         target.copy_(weight)
         copied.append(name)

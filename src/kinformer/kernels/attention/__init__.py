@@ -135,6 +135,10 @@ def check_impl(impl: AttentionImpl, needs: Needs, place: str = "attention") -> N
     """Refuse an unknown implementation, or one that lacks a feature of the call; ``place``: the caller in messages."""
     reason = _refusal(impl, needs)
     if impl in IMPLS and reason is None:
+        if impl == "triton" and not has_triton():
+            raise KinformerError(
+                f"{place}: impl='triton' needs Triton; pip install 'kinformer[triton]' brings it, or use 'chunked'."
+            )
         return
     valid = ", ".join(name for name in IMPLS if _refusal(name, needs) is None)
     if reason is None:
@@ -420,7 +424,7 @@ def slot_sums(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Scoring, *, impl: AttentionImpl = "auto"
 ) -> Tensor:
     """Return the probability of each slot, summed over all queries of the call, before dropout and without gradients,
-    [batch, q_heads, slots] in float32 or better. ``impl``: "auto" is "chunked"; "reference"."""
+    [batch, q_heads, slots] in float32 or better. ``impl``: "reference"; "auto" and "triton" are "chunked"."""
     q, k, v = autocast_together(q, k, v)
     _check(q, k, v, visibility, _checked(scoring))
     check_impl(impl, Needs(lse=True), "sums of attention")

@@ -33,6 +33,13 @@ _EPS = tl.constexpr(EPS)
 
 
 @triton.jit
+def tile(length, SIZE: tl.constexpr):
+    """Return the row and head of a program, in one number, and its first token. Other axes of a grid end at 65,535."""
+    tiles = (length + SIZE - 1) // SIZE
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * SIZE
+
+
+@triton.jit
 def loaded(x, rows, inside, width, WIDTH: tl.constexpr):
     """Return the ``rows`` [n] of x [..., width] as [n, WIDTH], 0 where not ``inside`` and beyond the width."""
     f = tl.arange(0, WIDTH)
@@ -130,8 +137,8 @@ def forward(
     behind, ahead, FORM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs and log-sum-exps of ``SIZE`` queries of one head."""
-    here = tl.program_id(1).to(tl.int64)
-    row, head, past, start = here // heads, here % heads, slots - time, tl.program_id(0) * SIZE
+    here, start = tile(time, SIZE)
+    row, head, past = here // heads, here % heads, slots - time
     i = start + tl.arange(0, SIZE)
     Q = loaded(q, here * time + i, i < time, width, WIDTH)
     Q2 = Q
@@ -224,8 +231,8 @@ def backward_queries(
     FORM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of ``SIZE`` queries of one head, and their parts of the gradients of tables and decay."""
-    here = tl.program_id(1).to(tl.int64)
-    row, head, past, start = here // heads, here % heads, slots - time, tl.program_id(0) * SIZE
+    here, start = tile(time, SIZE)
+    row, head, past = here // heads, here % heads, slots - time
     i = start + tl.arange(0, SIZE)
     tokens, inside = here * time + i, i < time
     Q, Y = loaded(q, tokens, inside, width, WIDTH), loaded(grad, tokens, inside, wide, WIDE)
@@ -299,8 +306,8 @@ def backward_keys(
     FORM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of ``SIZE`` keys and values of one key head, over all query heads that read it."""
-    of_keys = tl.program_id(1).to(tl.int64)
-    kv_heads, past, at = heads // group, slots - time, tl.program_id(0) * SIZE
+    of_keys, at = tile(slots, SIZE)
+    kv_heads, past = heads // group, slots - time
     row, j = of_keys // kv_heads, at + tl.arange(0, SIZE)
     held = of_keys * slots + j
     K, V = loaded(k, held, j < slots, width, WIDTH), loaded(v, held, j < slots, wide, WIDE)
@@ -353,8 +360,8 @@ _Call = tuple[
 ]  # fmt: skip
 _ARGUMENTS = (
     "Tensor q, Tensor? q2, Tensor k, Tensor v, Tensor? bias, Tensor? factor, Tensor? keys, Tensor? values, "
-    "Tensor? decay, Tensor? lookback, Tensor? padding, int behind, int ahead, int lowest, float scale, str form, "
-    "float p, int seed"
+    "Tensor? decay, Tensor? lookback, Tensor? padding, SymInt behind, SymInt ahead, SymInt lowest, float scale, "
+    "str form, float p, SymInt seed"
 )
 _LEARNT = 9
 """How many of the arguments have gradients: the first ones."""
@@ -365,26 +372,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: Sco
 
     Errors: ``KinformerError`` for float64 and for tensors on a CPU that nothing interprets.
     """
+    if q.dtype == torch.float64:
+        raise KinformerError("attention: impl='triton' does not take float64; use impl='chunked'.")
     if q.device.type == "cpu" and not INTERPRETED:
         raise KinformerError(
             "attention: impl='triton' runs on a GPU, but the tensors are on the CPU; use impl='chunked' there, or set "
             "TRITON_INTERPRET=1 before Python starts to have the kernels interpreted."
         )
-    if q.dtype == torch.float64:
-        raise KinformerError("attention: impl='triton' does not take float64; use impl='chunked'.")
     time, slots, relative = q.shape[2], k.shape[2], scoring.relative
-    behind, ahead = (slots, slots) if visibility.pattern is None else limits(visibility, time, slots)
+    # Without a pattern, where there may be more queries than keys, distances are 1 - time .. slots - 1.
+    behind, ahead = (slots, time) if visibility.pattern is None else limits(visibility, time, slots)
     bias = factor = keys = values = None
     lowest = 0
     if relative is not None:
-        (lowest, bias, factor, keys, values, shift), heads = relative, q.shape[1]
+        lowest, bias, factor, keys, values, shift = relative
         if keys is not None and shift is not None:  # (q + shift) . keys[d] is a bias beside q . keys[d]
             shifted = scoring.scale * (shift @ keys.mT).squeeze(-2)
             bias = shifted if bias is None else bias + shifted
-        bias, factor = (None if one is None else one.expand(len(one), -1).float() for one in (bias, factor))
-        assert all(one is None or len(one) in (1, heads) for one in (bias, factor, keys, values))
+        bias, factor = (None if one is None else one.float() for one in (bias, factor))
+        tables = [one for one in (bias, factor, keys, values) if one is not None]
+        assert all(len(one) in (1, q.shape[1]) and one.shape[1] == tables[0].shape[1] for one in tables)
     a, b = complex_queries(q) if scoring.form == "modulus" else (q, None)
-    (p, seed), positions = scoring.dropout or (0.0, 0), None if visibility.whole else visibility.positions
+    whole = visibility.whole or visibility.pattern is None
+    (p, seed), positions = scoring.dropout or (0.0, 0), None if whole else visibility.positions
     check_reverse("Triton's attention", q, k, v, bias, factor, keys, values, scoring.decay)
     same = [None if one is None else one.to(q.dtype) for one in (keys, values)]
     return Attended(
@@ -425,8 +435,8 @@ class _Work:
             behind, ahead,
         )  # fmt: skip
         size = size_of(max(width, wide), q.dtype)
-        self.by_queries = triton.cdiv(self.time, size), self.batch * self.heads
-        self.by_keys = triton.cdiv(slots, size), self.batch * self.kv_heads
+        self.by_queries = (triton.cdiv(self.time, size) * self.batch * self.heads,)
+        self.by_keys = (triton.cdiv(slots, size) * self.batch * self.kv_heads,)
         self.constants: dict[str, Any] = {"FORM": form, "SIZE": size, "WIDTH": side(width), "WIDE": side(wide)}
 
 

@@ -159,7 +159,7 @@ class LinearSummary(NamedTuple):
 
 
 def summarise(k: Tensor, v: Tensor, *, log_decay: Tensor | None = None, reset: Tensor | None = None) -> LinearSummary:
-    """Return the summary of a chunk; arguments as for ``linear_attention``. One product of 2 time features head_dim."""
+    """Return the summary of a chunk, by 2 time features head_dim FLOPs; arguments as for ``linear_attention``."""
     dtype = accumulator_dtype(k, v)
     k, v = k.to(dtype), v.to(dtype)
     left = k.new_ones(*k.shape[:2], 1)

@@ -190,7 +190,7 @@ def _counts_after(
 
 
 def _levels(ends: list[int] | None, newest: list[int] | None, levels: int, device: torch.device) -> Tensor:
-    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens, or their ``newest``, occupy."""
+    """Return the levels (from 0) [n] that some of ``ends`` [batch] tokens, or their ``newest``, occupy; None: all."""
     chosen = set(range(levels) if ends is None else ())
     for end, count in zip(ends or (), newest or (), strict=True):
         for index in range(levels):

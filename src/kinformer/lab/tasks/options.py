@@ -467,7 +467,7 @@ class VisionOptions(PatchOptions):
         if self.repeats > 1 and not self.augmentations:
             raise KinformerError(
                 f"`repeats` {self.repeats}: gives the same image again where `augment` changes none; give that too, or "
-                "leave it out."
+                "`repeats` 1."
             )
         if self.teacher is not None:
             object.__setattr__(self, "teacher", str(absolute(self.teacher)))
