@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from reprlib import repr as excerpt
 from typing import Any
@@ -530,9 +531,11 @@ def _lfm2(full: Settings) -> ConfigData:
     kinds = [FULL if exact is None or number in exact else CONV for number in numbers]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, CONV)
     if full.switch("block_auto_adjust_ff_dim"):
-        factor = 1.0 if full["block_ffn_dim_multiplier"] is None else full.positive("block_ffn_dim_multiplier")
-        width, step = int(factor * int(2 * full.integer("intermediate_size") / 3)), full.integer("block_multiple_of")
-        full = full.changed(intermediate_size=-(-width // step) * step)
+        width = int(2 * full.integer("intermediate_size") / 3)
+        if full["block_ffn_dim_multiplier"] is not None:
+            step = full.integer("block_multiple_of")
+            width = -(-int(full.positive("block_ffn_dim_multiplier") * width) // step) * step
+        full = full.changed(intermediate_size=width)
     model = like_llama(full, normed=True, biases=(False, False), positions={FULL: rope(full, base=1e6)})
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == CONV:
@@ -868,23 +871,19 @@ def _stacked_taps(tensors: list[Tensor]) -> Tensor:
     return torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)
 
 
-def _only(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
-
-
 TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]] = {
     "rates.weight": (("learnable_ttt_lr_weight",), lambda tensors: tensors[0].squeeze(1)),
     "rates.bias": (("learnable_ttt_lr_bias",), lambda tensors: tensors[0].squeeze(1)),
-    "shares": (("learnable_token_idx",), _only),
+    "shares": (("learnable_token_idx",), itemgetter(0)),
     "first": (("W1", "b1"), lambda tensors: torch.cat(tensors, 1)),
-    "inner_norm.weight": (("ttt_norm_weight",), _only),
-    "inner_norm.bias": (("ttt_norm_bias",), _only),
+    "inner_norm.weight": (("ttt_norm_weight",), itemgetter(0)),
+    "inner_norm.bias": (("ttt_norm_bias",), itemgetter(0)),
     "convolution.weight": (("conv_q.weight", "conv_k.weight"), _stacked_taps),
-    "convolution_bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
-    "norm.weight": (("post_norm.weight",), _only),
-    "norm.bias": (("post_norm.bias",), _only),
-    "gate.weight": (("g_proj.weight",), _only),
-    "out.weight": (("o_proj.weight",), _only),
+    "convolution.bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
+    "norm.weight": (("post_norm.weight",), itemgetter(0)),
+    "norm.bias": (("post_norm.bias",), itemgetter(0)),
+    "gate.weight": (("g_proj.weight",), itemgetter(0)),
+    "out.weight": (("o_proj.weight",), itemgetter(0)),
 }
 """Tensors of our mixer, and theirs in the order of the function to ours."""
 TTT_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_ttt_keys)
