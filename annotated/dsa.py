@@ -1,7 +1,7 @@
 # # DSA: an indexer that chooses tokens
 #
 # *Paper: DeepSeek-AI: DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models (2025), arXiv 2512.02556.
-# Members: `dsa`. Measured: latent, chosen_blocks.*
+# Members: `dsa`. Measured: since_2025, latent, chosen_blocks.*
 #
 # **Problem.** In a long text a query gives nearly all of its weight to a few tokens. But softmax attention multiplies
 # the query with every key to find them. A choice of whole blocks reads many useless tokens beside a useful one.

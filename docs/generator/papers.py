@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from generator.results import BENCHMARKS, results
 from generator.text import escaped, page, table, write
@@ -14,6 +15,8 @@ from kinformer.runtime.errors import spelled
 
 USUAL = re.compile(r"the recipe (.*) is trained by the usual settings: (.*)")
 """The departure of recipes without a training."""
+ANSWER = re.compile(r"(Yes|No): ")
+"""The answer of a verdict to the question of its page, which may ask for the opposite of the claim."""
 
 
 def generate(docs: Path) -> None:
@@ -38,12 +41,12 @@ def _claims() -> Iterator[tuple[str, ...]]:
     found = {result.name: result for result in results()}
     for row in tomllib.loads((BENCHMARKS / "claims.toml").read_text(encoding="utf-8"))["claims"]:
         result = found[row["result"]]
-        verdict = " ".join(result.verdict.split())
+        verdict = ANSWER.sub("", " ".join(result.verdict.split()))
         yield (
             _link(row["member"]),
             escaped(row["claim"]),
             escaped(row["there"]),
-            f"[{verdict}]({result.name}.md)",
+            f"[{verdict[0].upper()}{verdict[1:]}]({result.name}.md)",
             row["holds"],
             f"`benchmarks/{result.call}`",
         )
@@ -55,14 +58,21 @@ def _recipes() -> Iterator[tuple[str, ...]]:
         without = {recipe: match[2] for match in matches for recipe in match[1].split(", ")}
         for recipe in record.recipes:
             if recipe.startswith("paper"):
-                training = {key: value for key, value in record.training.get(recipe, {}).items() if key != "stages"}
-                words = ", ".join(f"{key.replace('_', ' ')} {_value(value)}" for key, value in training.items())
+                words = _words(record.training.get(recipe, {}))
                 yield (
                     _link(name),
                     recipe,
                     escaped(words or f"the usual settings: {without[recipe]}"),
                     escaped(record.paper),
                 )
+
+
+def _words(training: Mapping[str, Any]) -> str:
+    options = {key: value for key, value in training.items() if key not in ("stages", "set")}
+    words = [f"{key.replace('_', ' ')} {_value(value)}" for key, value in options.items()]
+    for number, stage in enumerate(training.get("stages", ()), 1):
+        words.append(f"in stage {number} {_words(stage)}")
+    return ", ".join(words)
 
 
 def _value(value: object) -> str:

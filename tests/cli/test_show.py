@@ -9,8 +9,9 @@ import torch
 import kinformer
 from kinformer.core.state import nbytes, value
 from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
 from kinformer.lab.cli.family import setting_rows
-from kinformer.lab.drawing.text import formulas
+from kinformer.lab.drawing.text import described, formulas
 
 
 @pytest.mark.parametrize("name", ["gpt", "linear-transformer", "fast-weights"])
@@ -155,6 +156,11 @@ def test_every_member_says_what_its_mixers_compute(member):
     assert any(each.slot in ("mixer", "encoder_mixer", "layer") for each in found)
     assert all(each.says and "\n" not in each.says for each in found)
     assert not any(re.search(r"\bal\.$", each.says) for each in found)
+
+
+def test_mixers_say_their_formulas():
+    lacking = {kind for kind, config in kinds()["mixer"].items() if "\n    " not in described(config)}
+    assert lacking == {"segment_memory", "memorizing"}  # softmax attention to what they remember
 
 
 def test_settings_at_their_defaults_are_folded(cli):

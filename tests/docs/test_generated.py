@@ -224,6 +224,9 @@ def test_claims_and_recipes_of_papers_are_listed(tmp_path):
     rows = list(papers._recipes())
     assert {(re.match(r"\[([\w-]+)\]", row[0])[1], row[1]) for row in rows} == recipes
     assert all(row[2] for row in rows)
+    dsa = next(row[2] for row in rows if row[0].startswith("[dsa]"))
+    assert "in stage 1 steps 1,000" in dsa and "in stage 2 lr 7.3e-06" in dsa
+    assert not any(row[3].startswith(("[Yes: ", "[No: ")) for row in claims)
 
 
 def test_every_script_is_in_the_index():

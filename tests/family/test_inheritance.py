@@ -49,6 +49,13 @@ def test_a_window_as_long_as_the_text_computes_what_the_run_does():
     assert close(logits(new), logits(old)) and not close(logits(new, 9)[:, -1], logits(old, 9)[:, -1], 1e-6)
 
 
+def test_sparse_attention_begins_with_dense_latent_attention():
+    """mla -> dsa: equal while the text is not longer than topk; the indexer is new."""
+    old, new, result = begin(configure("mla", "tiny"), configure("dsa", "tiny"))
+    assert all(".index_" in name for name in result.new) and result.left == result.partly_new == ()
+    assert close(logits(new), logits(old)) and not close(logits(new, 9)[:, -1], logits(old, 9)[:, -1], 1e-6)
+
+
 def test_linear_attention_takes_queries_keys_and_values():
     """gpt -> linear-transformer: the weights of the projections are the run's, under another name."""
     old, new, result = begin(configure("gpt", "tiny"), configure("linear-transformer", "tiny"))

@@ -172,6 +172,8 @@ def test_an_lfm2_of_old_files(pairs, tmp_path):
     edit(folder, layer_types="LEFT OUT", full_attn_idxs=[1], block_ff_dim=48, intermediate_size=7, tie_embedding=True)
     edit(folder, rope_parameters="LEFT OUT", rope_theta=500.0)
     assert torch.equal(logits_of(folder, tmp_path / "run"), pair.ours(tokens())[0])
+    edit(folder, block_ffn_dim_multiplier=None, block_multiple_of=24)  # without a factor the width is not rounded
+    assert torch.equal(logits_of(folder, tmp_path / "run 2"), pair.ours(tokens())[0])
     edit(folder, conv_bias=True)
     with pytest.raises(KinformerError, match="conv_bias is True, but only False can be imported"):
         read_checkpoint(folder)

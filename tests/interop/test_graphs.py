@@ -231,6 +231,13 @@ def test_what_is_no_graph_is_refused_in_a_sentence(tmp_path, member, options, wo
     assert not (tmp_path / "out").exists()
 
 
+def test_a_size_with_a_bound_is_named():
+    text = (
+        "Constraints violated (past)! For more.\n  - Not all values of past = L['x'].size()[2] in the specified range"
+    )
+    assert graphs._reason(ValueError(text)).startswith("its operators depend on past on the host")
+
+
 def test_an_operator_that_the_converter_lacks_is_named():
     text = (
         "Error when translating node %sort : call_function[target=torch.ops.aten.sort.stable](args = (%cat,)).\nMore."

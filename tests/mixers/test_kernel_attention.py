@@ -173,6 +173,14 @@ def test_what_is_refused():
     assert all(any(reason in sentence for reason in reasons) and sentence.endswith(".") for sentence in refused)
 
 
+def test_a_bias_of_the_convolution_stays_in_the_precision_of_autocast():
+    mixer, widths = LinearAttention.Config(num_heads=2, convolution=3, convolution_bias=True).build(DIM), []
+    mixer.convolution.register_forward_hook(lambda _, args, outputs: widths.append(outputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixer(Chunk(torch.randn(1, 4, DIM)), mixer.initial_state(1))
+    assert widths == [torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -30,7 +30,7 @@ def projected(mixer, x):
     parts = mixer.qkv(x).split(DIM, -1)
     if config.convolution:
         shared = pad(parts[0], (0, 0, config.convolution - 1, 0))
-        weight, bias = mixer.convolution.weight, mixer.convolution_bias
+        weight, bias = mixer.convolution.weight, mixer.convolution.bias
         q, k = (
             bias[i] + sum(weight[b, i] * shared[:, config.convolution - 1 - b :][:, :time] for b in range(len(weight)))
             for i in range(2)

@@ -478,6 +478,10 @@ MESANET = Member(
 
 _TTT: Settings = {"mixer": "ttt"}
 _TTT_LLAMA: Settings = llama(1e-6, "swiglu", hidden_dim=5504) | {"head": part("language", tied=True)}
+_TTT_TRAINING: Settings = {  # appendix C: half a million tokens in a batch, a warm-up of a tenth of the steps
+    "steps": 50_000, "batch_size": 256, "length": 2048, "lr": 1e-3, "warmup": 5000, "min_lr_ratio": 0.01,
+    "weight_decay": 0.1,
+}  # fmt: skip
 
 TTT = Member(
     name="ttt",
@@ -488,7 +492,6 @@ TTT = Member(
     departures=(
         "a chunk may end anywhere in a mini-batch (the authors' code: only where it is followed by single tokens)",
         "a GELU feed-forward and layer norms around it in all recipes but paper and paper-mamba",
-        usual_training("paper", "paper-mamba"),
     ),
     exact_limit="no finite limit; without the inner norm it is the delta rule with mini-batches of one token, and "
     "linear attention with a single mini-batch",
@@ -498,6 +501,7 @@ TTT = Member(
     ),
     use_when="you study states that learn: the model in the state, its loss and its learning rate are in sight",
     avoid_when="time decides: the mini-batches of a text are computed one after the other",
+    training=dict.fromkeys(("paper", "paper-mamba"), _TTT_TRAINING),
     recipes={
         **sizes(_TTT),
         "paper": Recipe(2048, 24, 32, _TTT, _TTT_LLAMA, vocab_size=32_000),

@@ -122,10 +122,10 @@ def _require_no_host(model: Any) -> None:
 def _reason(error: Exception) -> str:
     """Return what ``error`` of PyTorch says, in a clause."""
     name = type(error).__name__
-    fixed = dict.fromkeys(re.findall(r"You marked (\w+) as dynamic but your code specialized it", str(error)))
+    fixed = dict.fromkeys(re.findall(r"(?:You marked (?=\w+ as dynamic but your)|Not all values of )(\w+)", str(error)))
     if fixed:
         return (
-            f"its operators depend on {' and '.join(fixed)} on the host, so that a graph would hold for one size only"
+            f"its operators depend on {' and '.join(fixed)} on the host, so that a graph would hold for some sizes only"
         )
     if "DataDependent" in name or "data-dependent" in str(error):
         return "its next step depends on numbers that it has computed"

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from reprlib import repr as excerpt
 from typing import Any
@@ -868,23 +869,19 @@ def _stacked_taps(tensors: list[Tensor]) -> Tensor:
     return torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)
 
 
-def _only(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
-
-
 TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]] = {
     "rates.weight": (("learnable_ttt_lr_weight",), lambda tensors: tensors[0].squeeze(1)),
     "rates.bias": (("learnable_ttt_lr_bias",), lambda tensors: tensors[0].squeeze(1)),
-    "shares": (("learnable_token_idx",), _only),
+    "shares": (("learnable_token_idx",), itemgetter(0)),
     "first": (("W1", "b1"), lambda tensors: torch.cat(tensors, 1)),
-    "inner_norm.weight": (("ttt_norm_weight",), _only),
-    "inner_norm.bias": (("ttt_norm_bias",), _only),
+    "inner_norm.weight": (("ttt_norm_weight",), itemgetter(0)),
+    "inner_norm.bias": (("ttt_norm_bias",), itemgetter(0)),
     "convolution.weight": (("conv_q.weight", "conv_k.weight"), _stacked_taps),
-    "convolution_bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
-    "norm.weight": (("post_norm.weight",), _only),
-    "norm.bias": (("post_norm.bias",), _only),
-    "gate.weight": (("g_proj.weight",), _only),
-    "out.weight": (("o_proj.weight",), _only),
+    "convolution.bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
+    "norm.weight": (("post_norm.weight",), itemgetter(0)),
+    "norm.bias": (("post_norm.bias",), itemgetter(0)),
+    "gate.weight": (("g_proj.weight",), itemgetter(0)),
+    "out.weight": (("o_proj.weight",), itemgetter(0)),
 }
 """Tensors of our mixer, and theirs in the order of the function to ours."""
 TTT_KEYS = KeyMap(model=ends_of_model("embed_tokens", "norm"), layer=_ttt_keys)

@@ -1,18 +1,12 @@
-"""Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
-
-    softmax attention over [compressed; memory; own segment so far], distances counted in slots
+"""Attention with a memory and a compressed memory of earlier segments, and how memories are compressed.
 
 At the end of each segment its inputs join the memory. The oldest memories are compressed, ``rate`` vectors into one,
 and join the compressed memory, whose oldest vectors are dropped. Both begin empty. All are inputs as they enter the
 layer; where its norm stands before the mixer, attention reads them through it. As in Transformer-XL no gradient of the
 outputs reaches inputs of earlier segments, while the projections learn from both memories. Nor does it reach the
-compression: that learns to preserve, measured where it happens,
-
-    auto-encoding   mean |old - expand(compress(old))|^2
-    attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
-
-old, h, the norm and the projections of this attention (by content alone, before the output product) are constants here.
-The state's ``aux`` accumulates these costs times the tokens of a segment.
+compression: that learns to preserve, measured where it happens, by a loss of :class:`Compressive`. Its old and h, the
+norm and the projections of this attention (by content alone, before the output product) are constants here. The state's
+``aux`` accumulates these costs times the tokens of a segment.
 """
 
 from __future__ import annotations
@@ -294,8 +288,14 @@ _LACKING = "What a row lacks of 1 is on compressed memories, which are not token
 
 
 class Compressive(RecomputesKV, HostDriven, CausalMixer):
-    """The mixer x [batch, time, dim] -> y [batch, time, dim]. ``loss`` names the cost of the compression. ``head_dim``
-    defaults to dim / num_heads."""
+    """Attention with a memory and a compressed memory of earlier segments (Rae et al. 2019, Compressive Transformers).
+
+        softmax attention over [compressed; memory; own segment so far], distances counted in slots
+        auto-encoding   mean |old - expand(compress(old))|^2
+        attention       mean |attend(h, old) - attend(h, compress(old))|^2      (h: the finished segment)
+
+    The last two lines are the losses of the compression (``loss``). ``head_dim`` defaults to dim / num_heads.
+    """
 
     growth = "window"
 

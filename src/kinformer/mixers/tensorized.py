@@ -1,12 +1,9 @@
 """Tensorized attention: a product of three factors, by block-term decomposition (Ma et al. 2019, equations 5 to 9).
 
-    T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
-    y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
-
-The attention is without a softmax. p_j is a projected sinusoid of the distance max_length - 1 - j from slot j to the
-last slot (``positions``, the term of the authors' language model). Blocks share their factors, as in the authors' code,
-so that several blocks equal one block with the mean of their cores. The mask holds: the authors' code never applies its
-mask, and sees later tokens.
+The attention is without a softmax (formulas: :class:`TensorizedAttention`). p_j is a projected sinusoid of the distance
+max_length - 1 - j from slot j to the last slot (``positions``, the term of the authors' language model). Blocks share
+their factors, as in the authors' code, so that several blocks equal one block with the mean of their cores. The mask
+holds: the authors' code never applies its mask, and sees later tokens.
 
 T has length^3 elements and is not made. Pairs of tokens before the block of 32 that a query stands in are summed first,
     M = sum_jk W_jk k_j * v_k [dim, rank],        their part of y_i is M ((q_i + u) * g),
@@ -137,8 +134,12 @@ _NO_WEIGHTS = (
 
 
 class TensorizedAttention(Factors, CausalMixer):
-    """Tensorized attention of decoders, as the head of this file has it, for sequences of at most ``max_length``
-    tokens."""
+    """Tensorized attention of decoders, by block-term decomposition (Ma et al. 2019, equations 5 to 9), for sequences
+    of at most ``max_length`` tokens.
+
+        T_ijk = sum_r g_r ((q_ir + u_r) k_jr + (q_ir + w_r) p_jr) v_kr,   g = the mean of the ``blocks`` cores
+        y_i   = sum over j, k <= i of W_jk T_ijk,                        W [dim, max_length, max_length]
+    """
 
     growth = "linear"
 

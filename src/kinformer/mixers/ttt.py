@@ -116,8 +116,7 @@ class TTTLinear(CausalMixer):
         self.width, self.context = heads * self.head_dim, max(config.convolution - 1, 0)
         width, parts = self.width, 2 if config.convolution else 3
         self.qkv = in_blocks(nn.Linear(dim, parts * width, bias=False), *[width] * parts)
-        self.convolution = CausalConvolution(config.convolution, 2, width) if config.convolution else None
-        self.convolution_bias = nn.Parameter(torch.zeros(2, width)) if config.convolution else None
+        self.convolution = CausalConvolution(config.convolution, 2, width, bias=True) if config.convolution else None
         self.position = Rope.Config(layout="interleaved").build(self.head_dim)
         self.rates = nn.Linear(dim, heads)
         self.shares = nn.Parameter(torch.zeros(config.mini_batch))  # a_i
@@ -168,9 +167,9 @@ class TTTLinear(CausalMixer):
     def _project(self, x: Tensor, chunk: Chunk, recent: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v [batch, heads, time, head_dim], and the tokens that later ones need."""
         parts = self.qkv(x).split(self.width, -1)
-        if self.convolution is not None and self.convolution_bias is not None:
+        if self.convolution is not None:
             both, recent = self.convolution(parts[0].unsqueeze(1), recent, chunk.valid, real_resets(chunk))
-            parts = (*(both + self.convolution_bias.to(both.dtype).unsqueeze(1)).unbind(1), parts[1])
+            parts = (*both.unbind(1), parts[1])
         q, k, v = (part.unflatten(-1, (self.config.num_heads, -1)).transpose(1, 2) for part in parts)
         return q, k, v, recent
 

@@ -297,7 +297,7 @@ class CausalConvolution(nn.Module):
         [batch, time] bool or None, the valid tokens being a prefix and resets standing on valid ones.
         """
         mixed, recent = convolve(self.weight, x, recent, valid, reset)
-        return mixed if self.bias is None else mixed + self.bias.unsqueeze(1), recent
+        return mixed if self.bias is None else mixed + self.bias.to(mixed.dtype).unsqueeze(1), recent
 
 
 class ShortConvolution(CausalConvolution):

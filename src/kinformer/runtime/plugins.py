@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -132,7 +132,7 @@ def warn_once(sentence: str) -> None:
     warnings.warn(sentence, stacklevel=2)
 
 
-class Pages(Mapping[str, T]):
+class Pages(MutableMapping[str, T]):
     """The named objects of several modules, the ``pages``; ``read`` imports a page and returns its objects by name.
 
     To look up a name, pages are imported until one of the pages has the name. The page of the same name comes first.
@@ -140,15 +140,24 @@ class Pages(Mapping[str, T]):
 
     def __init__(self, pages: Sequence[str], read: Callable[[str], Mapping[str, T]]) -> None:
         self.pages, self._read = pages, read
+        self._set: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
+        if name in self._set:
+            return self._set[name]
         for page in sorted(self.pages, key=lambda page: page.rpartition(".")[2] != name):
             if name in (things := self._read(page)):
                 return things[name]
         raise KeyError(name)
 
+    def __setitem__(self, name: str, thing: T) -> None:
+        self._set[name] = thing
+
+    def __delitem__(self, name: str) -> None:
+        del self._set[name]
+
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(name for page in self.pages for name in self._read(page)))
+        return iter(dict.fromkeys([*(name for page in self.pages for name in self._read(page)), *self._set]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

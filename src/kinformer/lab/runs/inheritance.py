@@ -342,7 +342,8 @@ def _part(config: Any, name: str) -> str:
             break
         keys, node = keys[1:], child
     slot = getattr(node, "slot", "")
-    return "" if slot in ("", "layer", "model") else f"{slot}.{node.kind}"
+    kind = "latent" if getattr(node, "kind", "") == "indexed" else getattr(node, "kind", "")  # DSA begins from MLA
+    return "" if slot in ("", "layer", "model") else f"{slot}.{kind}"
 
 
 def _projected(
