@@ -36,6 +36,7 @@ ROWS = "".join(
         (bytes(257) + b"ustar\x0000" + bytes(999), "is a tar archive"),
         (TEXT.encode("utf-16"), "is UTF-16 text"),
         (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is UTF-16 text"),
+        ("short".encode("utf-16") + b"\n", "is UTF-16 text"),
         (ROWS.encode(), "is JSON lines with the fields id, text, n; train on one field with text_field NAME"),
         (b'{"text": "only one"}\n', "is JSON lines with the fields text;"),
         (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from kinformer.lab.data import Labelled, labelled, open_labelled
 from kinformer.lab.data.labelled import Columns, cells_of, read_texts
+from kinformer.lab.data.tokenizer import ByteTokenizer
 from kinformer.runtime.errors import KinformerError
 
 TEXTS = [
@@ -108,6 +110,21 @@ def test_written_once_and_anew_when_the_data_changes(tmp_path: Path, monkeypatch
         damaged.write_bytes(b"nothing")
     with pytest.raises(KinformerError, match="is damaged"):
         open_labelled(str(path), cache=tmp_path / "cache")
+
+
+def test_long_texts_are_not_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Counting(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+            sizes.append(sum(map(len, texts)))
+            return super().encode_batch(texts)
+
+    monkeypatch.setattr(labelled, "_BATCH", 1000)
+    long = [(f"{number} " + "word " * 120, label) for number, (_, label) in enumerate(TEXTS)]
+    data = open_labelled(str(in_folders(tmp_path / "long", long)), cache=tmp_path / "cache", tokenizer=Counting())
+    assert max(sizes) < 1000 + 700 and len(sizes) > 20
+    assert everything(data) == sorted(long)
 
 
 def test_ids_of_a_tokenizer(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Relative effective context length: the definition on tables that are worked out by hand, and exact contexts."""
 
 from math import exp, log
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from kinformer.lab.evaluation.recl import context_losses, recl, relative_gains, spread_positions
+from kinformer.lab.tasks import next_token_evaluation
+from kinformer.lab.tasks.options import NextTokenEvaluationOptions
 from kinformer.runtime.errors import KinformerError
 
 from .conftest import tiny
@@ -111,3 +114,12 @@ def test_no_more_positions_than_there_are(corpus):
     assert spread_positions(split, 15, 100).tolist() == [15, 16, 17, 18, 19]
     with pytest.raises(KinformerError, match="a context of 20 needs 21"):
         spread_positions(split, 20, 1)
+
+
+def test_only_the_first_run_says_what_contexts_are(monkeypatch):
+    runs = [SimpleNamespace(folder="a", training={"length": 8}), SimpleNamespace(folder="b", training={})]
+    monkeypatch.setattr(next_token_evaluation, "evaluate_recl", lambda *given: given[4])
+    options = NextTokenEvaluationOptions(contexts="1x,2x", recl=True)
+    assert next_token_evaluation.evaluate(runs, None, None, options, quiet=True) == [8, 16]
+    with pytest.raises(KinformerError, match="contexts.* 1x: b does not say its training length"):
+        next_token_evaluation.evaluate(runs, None, None, NextTokenEvaluationOptions(contexts="1x"), quiet=True)

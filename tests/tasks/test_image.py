@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kinformer.inputs.images import Pixels
 from kinformer.lab.cli.main import main
 from kinformer.lab.data.images import ImageData, Images, floors, read_images
 from kinformer.lab.runs.run import open_run
-from kinformer.lab.tasks.image import Sequences, class_nats, grid, labelled, nats_of, shifted
+from kinformer.lab.tasks.image import Sequences, _labels, class_nats, grid, labelled, nats_of, shifted
 from kinformer.lab.tasks.table import TASKS
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training.settings import Settings
@@ -195,6 +196,14 @@ def test_colours_with_every_head(cli, colours, tmp_path, more):
     if more:
         code, _, err = cli("generate", out, "--top-k", "3")
         assert code == 2 and "--top-k 3: is for heads that give every value a probability" in err
+
+
+def test_all_classes_are_drawn_in_turns_whatever_their_names():
+    config = SimpleNamespace(input=Pixels.Config(classes=2))
+    run = SimpleNamespace(config=config, data={"identity": {"classes": ["cat ", "a, b"]}})
+    assert _labels(run, None, None, 3).tolist() == [0, 1, 0]
+    with pytest.raises(KinformerError, match="class: 'dog' is unknown"):
+        _labels(run, "dog", None, 3)
 
 
 @pytest.fixture(scope="module")

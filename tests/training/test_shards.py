@@ -26,8 +26,10 @@ from kinformer.lab.training.checkpoint import (
     best_weights,
     place_of_best,
 )
+from kinformer.lab.training.distributed import Group
 from kinformer.lab.training.logging import Metric
 from kinformer.lab.training.shards import part_of
+from kinformer.runtime import files
 from kinformer.runtime.errors import KinformerError
 from tests.training import sharded
 from tests.training.sharded import OPTIONS, tensors_of, world_of_one
@@ -47,6 +49,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
     told = json.loads(done.stdout)
     assert told["codes"] == {"two": [0, 0], "four": [0, 0, 0, 0]}, done.stderr
     return place, told
+
+
+def test_parts_are_not_read_or_sent_in_excess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "digest", None)  # the sha256 of the file says enough
+    (digest,) = part_of({"a": torch.ones(3, 2)}, CPU).write(tmp_path, 0).values()
+    assert digest == files.sha256_of(next((tmp_path / "shards").iterdir()))
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "gather_object", lambda tensors, everyone: sent.extend(tensors))
+    assert Group(torch.device("cpu"), rank=1, world=2).collect([torch.arange(1000.0)[-3:]]) == []
+    assert sent[0].tolist() == [997, 998, 999] and sent[0].untyped_storage().nbytes() == 12
 
 
 @pytest.mark.parametrize("name", sharded.RUNS)

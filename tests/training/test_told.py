@@ -59,3 +59,9 @@ def test_no_more_time_is_left_than_the_minutes(monkeypatch: pytest.MonkeyPatch) 
         clock[0] = now
         progress.update(10, "1.000 bits per byte", 100, now)
     assert [line.split("  ")[-1] for line in stream.getvalue().splitlines()] == ["0:18 left", "0:00 left"]
+
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    with TrainingProgress(total=4000, done=0, stream=stream, most=30) as progress:
+        clock[0] = 52.0
+        progress.update(10, "1.000 bits per byte", 100, 12.0)
+        assert progress._bar is not None and progress._bar.tasks[0].fields["text"].endswith("0:18 left")

@@ -72,6 +72,15 @@ def test_a_metric_that_an_objective_forgets_is_one_sentence(corpus: Corpus, tmp_
         with pytest.raises(KinformerError, match=message):
             validate(engine, tiny.data, CPU)
 
+    def in_numbers(*given: Any) -> Any:
+        loss, metrics, state = NextTokenLoss()(*given)
+        return loss, metrics | {"nats": float(metrics["nats"])}, state
+
+    means = [
+        validate(ObjectiveModule(tiny.model, item, "fp32"), tiny.data, CPU) for item in (in_numbers, NextTokenLoss())
+    ]
+    assert means[0] == means[1]
+
 
 @pytest.mark.parametrize("member", ["gpt", "linear-transformer", "fast-weights"])
 def test_learns(corpus: Corpus, tmp_path: Path, member: str) -> None:

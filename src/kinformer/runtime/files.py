@@ -191,21 +191,25 @@ def checksum(path: Path) -> str:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Write ``tensors`` (on any device, sharing no memory) to ``path``, atomically; return their digest."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     extra = dict(metadata or {}) | {DIGEST: digest(tensors)}
     extra[METADATA_DIGEST] = json_digest(extra)
+    write_tensors(path, tensors, extra)
+    return extra[DIGEST]
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write contiguous ``tensors`` on the CPU, sharing no memory, to ``path``, atomically."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
     def write(target: Path) -> None:
         try:
-            save_file(tensors, target, extra)
+            save_file(tensors, target, metadata)
         except SafetensorError as error:
             raise OSError(0 if target.parent.exists() else errno.ENOENT, str(error)) from error
 
     write_atomic(path, write)
-    return extra[DIGEST]
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

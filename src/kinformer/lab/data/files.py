@@ -171,7 +171,7 @@ def text_of(row: object, field: str, place: str) -> bytes:
 def _is_text(head: bytes, encoding: str = "utf-8") -> bool:
     """Return whether ``head`` is text of the ``encoding`` without control characters, perhaps cut in a character."""
     try:
-        text = codecs.getincrementaldecoder(encoding)().decode(head, final=len(head) < _HEAD)
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
         return False
     return all(char >= " " or char in "\t\n\r\f" for char in text)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,16 +50,12 @@ HELD_OUT = 0.05
 
 class Part(NamedTuple):
     """The images of one split: ``image(i)`` is uint8 [height, width, channels] or, for grey images, [height, width].
-    ``digests`` of the images or of their names give a random order; ``labels`` are names of classes."""
+    Hashes of ``keys``, which can be read once, give a random order; ``labels`` are names of classes."""
 
+    size: int
     image: Callable[[int], np.ndarray]
-    digests: list[bytes]
+    keys: Iterable[bytes]
     labels: Sequence[str] | None
-
-    @classmethod
-    def of(cls, image: Callable[[int], np.ndarray], keys: Iterable[bytes], labels: Sequence[str] | None) -> Self:
-        """Return a split whose order the ``keys`` of its images decide."""
-        return cls(image, [blake2b(key, digest_size=16).digest() for key in keys], labels)
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ def _in_memory(place: Path, images: Mapping[str, np.ndarray], labels: Mapping[st
                 f"{place}: its labels of {split} are {numbers.dtype}, {shape}; expected are {count} whole numbers."
             )
         names = None if numbers is None else list(map(str, numbers.reshape(count).astype(np.int64).tolist()))
-        parts[split] = Part.of(some.__getitem__, (image.tobytes() for image in some), names)
+        parts[split] = Part(count, some.__getitem__, map(np.ndarray.tobytes, some), names)
     height, width, *channels = images["train"].shape[1:]
     return ImageSet(parts, (height, width, channels[0] if channels else 1))
 
@@ -347,7 +343,7 @@ def _pictures(some: Sequence[tuple[SourceFile, str | None]], shape: tuple[int, i
     """Return files as the images of a split, which are decoded on demand."""
     keys = (file.name.encode("utf-8", "surrogateescape") for file, _ in some)
     labels = [str(label) for _, label in some] if labelled else None
-    return Part.of(lambda index: decode(Path(some[index][0].path), shape), keys, labels)
+    return Part(len(some), lambda index: decode(Path(some[index][0].path), shape), keys, labels)
 
 
 def read_head(path: Path) -> Head:
@@ -461,11 +457,11 @@ _WEIGHT = 32.0
 
 def floors(train: np.ndarray, held_out: np.ndarray, factor: int | None = None) -> dict[str, float]:
     """Return bits per dimension of ``held_out``, counted in the first 60,000 of ``train``; both uint8 [count, height,
-    width, channels]. All values are scored. With ``factor``, ``source`` is ``neighbours`` where images so many times
-    smaller (means of blocks of pixels) are known."""
+    width, channels]. All values are scored. With ``factor``, ``source`` replaces ``histogram``: it is ``neighbours``
+    where images so many times smaller (means of blocks of pixels) are known."""
     train = train[:_MOST_TRAINED]
-    counted = {"histogram": _histogram(train, held_out), "neighbours": _neighbours(train, held_out)}
-    return counted | ({} if factor is None else {"source": _neighbours(train, held_out, factor)})
+    other = {"source": _neighbours(train, held_out, factor)} if factor else {"histogram": _histogram(train, held_out)}
+    return other | {"neighbours": _neighbours(train, held_out)}
 
 
 def reduced(images: np.ndarray, factor: int) -> np.ndarray:
@@ -658,7 +654,7 @@ def _write(
 def _held_out(parts: Mapping[str, Part], holdout: float | None, place: Path) -> dict[str, tuple[Part, np.ndarray]]:
     """Return for each split the part that holds its images, and their indices in it."""
     train = parts["train"]
-    share = HELD_OUT_OF_FEW if len(train.digests) < FEW else HELD_OUT
-    rows = hold_out(parts, train.digests, holdout, place, "images", share)
-    whole = {name: (part, np.arange(len(part.digests))) for name, part in parts.items()}
+    digests = [blake2b(key, digest_size=16).digest() for key in train.keys]
+    rows = hold_out(parts, digests, holdout, place, "images", HELD_OUT_OF_FEW if train.size < FEW else HELD_OUT)
+    whole = {name: (part, np.arange(part.size)) for name, part in parts.items()}
     return whole | {name: (train, indices) for name, indices in rows.items()}

@@ -19,7 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -539,8 +540,8 @@ def decode_text(text: bytes, place: str) -> str:
         raise KinformerError(f"{place}: is not UTF-8 (byte {text[error.start]:#04x}); convert it by iconv.") from None
 
 
-_AT_ONCE = 64
-"""Texts encoded together."""
+_BATCH = 1 << 17
+"""Bytes of texts encoded together: a tokenizer needs many times their memory."""
 BySplit = dict[str, tuple[Sequence[tuple[bytes, str]], np.ndarray]]
 """For each split the texts, with their labels, among which its examples are, and the numbers of these."""
 
@@ -585,9 +586,9 @@ def _encoded(examples_of: BySplit, tokenizer: Tokenizer, place: str) -> tuple[li
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
 
     def ids(texts: Sequence[bytes]) -> Iterator[np.ndarray]:
-        for first in range(0, len(texts), _AT_ONCE):
-            encodings = tokenizer.encode_batch(texts[first : first + _AT_ONCE])
-            yield from (encoding.astype(dtype) for encoding in encodings)
+        batches = (np.cumsum(list(map(len, texts))) // _BATCH).tolist()
+        for _, some in groupby(zip(batches, texts, strict=True), key=itemgetter(0)):
+            yield from (row.astype(dtype) for row in tokenizer.encode_batch([text for _, text in some]))
 
     written = {}
     for split, (examples, order) in examples_of.items():
@@ -614,8 +615,7 @@ def _split_examples(path: Path, files: Sequence[SourceFile], holdout: float | No
     train = parts.pop("", None) or parts["train"]
     rows = hold_out(parts, [sha256(text).digest()[:8] for text, _ in train], holdout, path, "examples")
     splits: BySplit = {name: (examples, np.arange(len(examples))) for name, examples in parts.items()}
-    splits |= {name: (train, numbers) for name, numbers in rows.items()}
-    return splits
+    return splits | {name: (train, numbers) for name, numbers in rows.items()}
 
 
 def _labelled_file(file: SourceFile, name: str) -> tuple[bytes, str]:

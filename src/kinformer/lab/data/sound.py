@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import wave
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -728,12 +729,14 @@ def _groups(clips: Sequence[Clip], join: tuple[int, int] | None, rounds: int) ->
     """Return the clips of every utterance: one each, or some of one speaker, each clip once a round."""
     if join is None:
         return [np.array([number]) for number in range(len(clips))]
-    speakers = np.array([clip.speaker for clip in clips])
+    speakers: dict[str, list[int]] = defaultdict(list)
+    for number, clip in enumerate(clips):
+        speakers[clip.speaker].append(number)
     groups: list[np.ndarray] = []
     for turn in range(rounds):
-        for place, speaker in enumerate(sorted(set(speakers.tolist()))):
+        for place, speaker in enumerate(sorted(speakers)):
             random = np.random.default_rng([_JOINED, turn, place])
-            order = random.permutation(np.flatnonzero(speakers == speaker))
+            order = random.permutation(speakers[speaker])
             while len(order):
                 count = int(random.integers(join[0], join[1] + 1))
                 if len(order) - count < join[0]:

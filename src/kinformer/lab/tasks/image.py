@@ -481,8 +481,8 @@ def _labels(run: TrainedRun, label: str | None, classes: Tensor | None, count: i
     names = classes_of(run)
     if label is None and classes is not None:
         return classes.repeat_interleave(count // len(classes))
-    chosen = names if label is None else label.split(",")
-    numbers = [names.index(choose(name.strip(), names, f"`label` {label}: class")) for name in chosen]
+    chosen = names if label is None else [name.strip() for name in label.split(",")]
+    numbers = [names.index(choose(name, names, f"`label` {label}: class")) for name in chosen]
     return torch.tensor(numbers)[torch.arange(count) % len(numbers)]
 
 

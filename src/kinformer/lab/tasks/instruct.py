@@ -96,9 +96,8 @@ def open_conversations(source: Source, options: InstructOptions, cache: Path | N
     order = sorted(range(len(encoded)), key=lambda row: hashlib.sha256(lines[row][1]).digest())  # copies together
     rows = {"test": order[:count], "validation": order[(parts - 1) * count :][:count], "train": order[parts * count :]}
     text = None if template is None else template.source
-    digest = hashlib.sha256(f"{fingerprint_of([single_file(path)])}{text}".encode()).hexdigest()
+    fingerprint = "sha256:" + hashlib.sha256(f"{fingerprint_of([single_file(path)])}{text}".encode()).hexdigest()
     splits = {name: [encoded[row] for row in sorted(some)] for name, some in rows.items()}
-    fingerprint = f"sha256:{digest}"
     return Conversations(path.name, fingerprint[:15], fingerprint, splits, text, source.tokenizer.vocab_size)
 
 

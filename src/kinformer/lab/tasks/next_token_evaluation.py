@@ -106,9 +106,9 @@ def evaluate_recl(
     return EvaluationReport(evaluations, blocks, about | by_run)
 
 
-def contexts_of(first: TrainedRun, lengths: Sequence[int]) -> list[int]:
-    """Return the contexts in tokens: ``lengths``, or eight equal steps up to twice the training length of ``first``."""
-    if lengths:
+def contexts_of(first: TrainedRun, text: str | None) -> list[int]:
+    """Return the contexts in tokens: as in ``text``, or eight equal steps up to twice ``first``'s training length."""
+    if lengths := lengths_in(text, first):
         return sorted(set(lengths))
     trained = trained_at(first)
     if trained is None:
@@ -197,9 +197,9 @@ def evaluate(
         check(Path(options.plot))
         if options.contexts is None and not options.recl:
             raise KinformerError(f"`plot` {options.plot}: draws what `contexts` measures; add `contexts` 1x,2x,4x.")
-    lengths = [lengths_in(options.contexts, run) for run in runs]
     if options.recl:
-        return evaluate_recl(runs, load, settings, options, contexts_of(runs[0], lengths[0]), quiet)
+        return evaluate_recl(runs, load, settings, options, contexts_of(runs[0], options.contexts), quiet)
+    lengths = [lengths_in(options.contexts, run) for run in runs]
     results = [_measure(load(run), settings, options, some, quiet) for run, some in zip(runs, lengths, strict=True)]
     names = short_names([run.folder for run in runs])
     if options.plot is not None:

@@ -185,8 +185,7 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
     loss = EnlargingLoss(model)
     nats, _ = loss.measure(model, lambda part: sequences.of(pixels[part]), len(pixels), rows, quiet)
     value, training = nats / log(2) / pixels.size, held.data.train.pixels
-    counted = floors(training, pixels, sequences.factor)
-    baselines = {name: counted[name] for name in ("source", "neighbours")}
+    baselines = floors(training, pixels, sequences.factor)
     lines = [
         [run.member, f"{value:.4f}"],
         ["small image and three neighbours, counted", f"{baselines['source']:.4f}"],
@@ -198,10 +197,8 @@ def evaluate(subject: LoadedRun, settings: EvaluationSettings, options: object, 
         f"each of {plural(len(pixels), 'image')} scored\n",
         TextTable(("model", "bits per dimension"), lines, (1,)),
     )
-    facts = {
-        "images": len(pixels), "dimensions": dimensions, "source_size": [small.height, small.width],
-        "source_bits": baselines["source"], "neighbours_bits": baselines["neighbours"],
-    }  # fmt: skip
+    facts = {"images": len(pixels), "dimensions": dimensions, "source_size": [small.height, small.width]}
+    facts |= {f"{name}_bits": bits for name, bits in baselines.items()}
     metrics, task = {BITS_PER_DIM: value}, "super-resolution"
     return held.report(subject, metrics, text, facts=facts, baselines=baselines, task=task, since=started_at)
 

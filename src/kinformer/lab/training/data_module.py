@@ -225,7 +225,7 @@ PREDICTED = "predicted"
 
 def require_metrics(metrics: Mapping[str, object], names: Iterable[str], objective: object = None) -> None:
     """Raise a :class:`KinformerError` where ``metrics``, which ``objective`` returned, lack one of ``names``."""
-    for name in [name for name in names if name not in metrics][:1]:
+    if (name := next((name for name in names if name not in metrics), None)) is not None:
         who = getattr(objective, "__name__", None) or type(objective).__name__
         place = "the objective" if objective is None else f"the objective {who}"
         meaning = "the number of predictions that its sums are over" if name == PREDICTED else "a sum of its data"

@@ -255,7 +255,8 @@ class Group:
         if self.world == 1:
             return [tensors]
         everyone: list[Any] = [None] * self.world if self.first else []
-        distributed.gather_object(tensors, everyone or None)
+        # A copy of each: a pickled view holds all the memory that it is a view of.
+        distributed.gather_object([tensor.clone() for tensor in tensors], everyone or None)
         return everyone
 
 

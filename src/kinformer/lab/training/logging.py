@@ -277,12 +277,13 @@ class TrainingProgress:
     def update(self, done: int, metrics: str, tokens: int, seconds: float) -> None:
         """Show that ``done`` steps are done, the last with ``metrics``, and the speed since the last display."""
         now = time.monotonic()
+        left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
+        left = min(left, max(0.0, self._end - now))
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, text=f"{metrics}  {self._speed(tokens, seconds)}")
+            text = f"{metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left"
+            self._bar.update(self._task, completed=done, text=text)
         elif not self.quiet and (now - self._last_line_at >= QUIET_SECONDS or done == self.total):
             self._last_line_at = now
-            left = (now - self._start) / max(1, done - self._done_before) * (self.total - done)
-            left = min(left, max(0.0, self._end - now))
             self.say(f"step {done}/{self.total}  {metrics}  {self._speed(tokens, seconds)}  {_clock(left)} left")
 
     def expect(self, total: int) -> None:
@@ -311,7 +312,7 @@ def _clock(seconds: float) -> str:
 
 def _bar(stream: TextIO) -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     return Progress(*columns, console=Console(file=stream))

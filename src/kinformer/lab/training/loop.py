@@ -174,7 +174,8 @@ def validate(engine: nn.Module, data: DataModule, group: Group) -> dict[str, flo
             state = after if data.carries else None
             del after  # it may be as large as the activations
             require_metrics(metrics, names)
-            sums += torch.stack([metrics[name].to(sums) for name in names])
+            for index, name in enumerate(names):
+                sums[index] += metrics[name]
     engine.train()
     predicted, *totals = group.sum(sums).tolist()
     return {name: total / predicted for name, total in zip(data.sums, totals, strict=True)}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file, save_tensors, sha256_of, sync_folder
+from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
@@ -52,14 +52,12 @@ class Part:
 
     def write(self, folder: Path, rank: int) -> dict[str, str]:
         """Write the file of process ``rank`` into ``folder``/shards; return its name and its sha256."""
-        place = folder / SHARDS
-        place.mkdir(exist_ok=True)
-        name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
-        tensors = {path: tensor for path, (tensor, _) in self.rows.items()}
-        begins = {path: [row, *[0] * tensor.dim()][: tensor.dim()] for path, (tensor, row) in self.rows.items()}
-        offsets = json.dumps({path: {_BEGIN: begin} for path, begin in begins.items()})
-        save_tensors(place / name, tensors, {_OFFSETS: offsets, **_VERSION})
-        return {name: sha256_of(place / name)}
+        place = folder / SHARDS / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+        place.parent.mkdir(exist_ok=True)
+        tensors = {path: tensor.cpu().contiguous() for path, (tensor, _) in self.rows.items()}
+        begins = {path: {_BEGIN: [row, *[0] * rows.dim()][: rows.dim()]} for path, (rows, row) in self.rows.items()}
+        write_tensors(place, tensors, {_OFFSETS: json.dumps(begins), **_VERSION})
+        return {place.name: sha256_of(place)}
 
 
 @dataclass(frozen=True)
