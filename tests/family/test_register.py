@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -96,6 +96,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path, capsys, monkeypatch, 
 def test_members_and_tasks_are_registered_too(registrations):
     mine = kinformer.register(member("gpt").__class__(**vars(member("gpt")) | {"name": "my-gpt"}))
     assert member("my-gpt") is mine and mine in kinformer.members()
+    assert replace(mine, year=0).year == mine.year and replace(mine, year=0, paper="arXiv 1910.1, 2019").year == 2019
+    with pytest.raises(KinformerError, match="the paper of the member 'my-gpt' does not have a year; give `year`"):
+        replace(mine, year=0, paper="none")
     record = kinformer.register(task("next-token").derive(name="my-task"))
     assert task("my-task") is record and record in tasks()
     assert (FAMILY.package("my-gpt"), FAMILY.package("gpt")) == ("kinformer.register Member", None)

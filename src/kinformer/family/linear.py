@@ -487,9 +487,7 @@ TTT = Member(
     name="ttt",
     title="TTT-Linear",
     paper="Sun et al. 2024, Learning to (Learn at Test Time): RNNs with Expressive Hidden States (arXiv 2407.04620)",
-    year=2024,
     axes=("recurrence",),
-    causal=True,
     growth="constant",
     departures=(
         "a chunk may end anywhere in a mini-batch (the authors' code: only where it is followed by single tokens)",

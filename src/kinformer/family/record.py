@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from kinformer.core.config import field_types, parse_slot
 from kinformer.family.kinds import BUILTIN
-from kinformer.runtime.errors import spelled
+from kinformer.runtime.errors import KinformerError, spelled
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
@@ -86,8 +86,10 @@ class Member:
     layer: int = 0
 
     def __post_init__(self) -> None:
-        if not self.year and (years := re.findall(r"\b(?:19|20)\d\d\b", self.paper)):
-            object.__setattr__(self, "year", int(years[0]))
+        if not self.year:
+            if (year := re.search(r"\b(?:19|20)\d\d\b(?!\.\d)", self.paper)) is None:
+                raise KinformerError(f"the paper of the member {self.name!r} does not have a year; give `year`.")
+            object.__setattr__(self, "year", int(year[0]))
 
     @property
     def usual_task(self) -> str:

@@ -513,10 +513,7 @@ DSA = Member(
     name="dsa",
     title="DeepSeek sparse attention (DSA)",
     paper="DeepSeek-AI 2025, DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models (arXiv 2512.02556)",
-    year=2025,
     axes=("pattern", "projection"),
-    causal=True,
-    growth="linear",
     departures=(
         "in the warm-up (topk None) all weights learn (the paper freezes all but the indexer's)",
         "between tokens of equal scores up to rounding the last are chosen, so that the choice does not depend on the "

@@ -274,9 +274,10 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.weight = made[id(weight)]
             # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
-            module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
             module.register_state_dict_pre_hook(_refuse_saving)
             module.register_load_state_dict_pre_hook(_refuse_saving)
+    for module in model.modules():
+        module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
 
@@ -291,11 +292,15 @@ def _refuse_saving(module: nn.Module, *_: object) -> None:
     raise KinformerError("narrow weights cannot be saved or exchanged; load the model with weights of fp32.")
 
 
-def _refuse_moving(module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    before, after = module.narrow, change(module.narrow)
-    if (before.device, before.dtype) != (after.device, after.dtype):
-        raise KinformerError("narrow weights stay in their dtype on their device; move or convert the model before.")
-    return nn.Module._apply(module, change, recurse)
+def _refuse_moving(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for part in module.modules():  # all, before anything is changed
+        if (before := part._parameters.get("narrow")) is not None:
+            after = change(before)
+            if (before.device, before.dtype) != (after.device, after.dtype):
+                raise KinformerError(
+                    "narrow weights stay in their dtype on their device; move or convert the model before."
+                )
+    return type(module)._apply(module, change, recurse)
 
 
 # Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
