@@ -115,6 +115,17 @@ def test_what_cannot_be_registered_is_named(sums, registrations):
     assert kinds()["mixer"]["sums_of_mine"] is other
 
 
+def test_a_layer_of_a_mixer_with_required_settings_is_refused_in_a_sentence(registrations):
+    @kinformer.register
+    class Needy(MixerConfig):
+        kind = "needy"
+        size: int
+
+    with pytest.raises(KinformerError, match="the mixer 'needy' needs size, which must be given"):
+        kinformer.layer("needy", 16)
+    assert repr(next(record for record in kinformer.layers() if record.name == "needy")) == "<needy: causal>"
+
+
 def test_a_registered_class_takes_the_place_of_the_run_s_own_package(registrations, sums):
     plugins.require_package("kinformer.register Sums.Config", "the mixer 'sums'", "sums-package 1.0")
     with pytest.raises(KinformerError, match="but here it is Kinformer's own"):

@@ -671,7 +671,7 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         mixers = {**kinds()["encoder_mixer"], **kinds()["mixer"]}
         names = [*FAMILY, *mixers]
         if name in mixers or (name.lower() not in FAMILY and close_names(name, names)):
-            return mixers[choose(name, names, "layer")]()
+            return from_dict(mixers[choose(name, names, "layer")], {"kind": name}, kinds(), "layer")
     record = member(name)
     layers = configure(record.name, recipe).layers
     return layers[min(record.layer, len(layers) - 1)]
