@@ -288,7 +288,7 @@ LINFORMER = Member(
 
 
 def _sinkhorn(block: int, max_length: int, cut: int = 0) -> Settings:
-    """Return the settings; ``cut``: the sorted blocks that all tokens see (SortCut); 0: a block sees its own alone."""
+    """Return the settings; ``cut``: sorted blocks that all tokens see (SortCut); 0: each block sees one, and itself."""
     mixer = part("sinkhorn", block=block, max_length=max_length, iterations=5, cut=cut)
     return ENCODER | {"mixer": mixer, "position": part("learned", max_length=max_length)}
 
