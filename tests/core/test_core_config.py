@@ -21,12 +21,10 @@ class PatternConfig(Config):
     slot = "pattern"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Causal(PatternConfig):
     kind = "causal"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(PatternConfig):
     kind = "local"
     window: int = 8
@@ -36,7 +34,6 @@ class Local(PatternConfig):
             raise KinformerError(f"window is {self.window}; give 1 or more.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Layer(Config):
     num_heads: int = 4
     rate: float = 0.0
@@ -47,7 +44,6 @@ class Layer(Config):
     pattern: PatternConfig = Causal()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stack(Config):
     dim: int
     layers: tuple[Layer, ...] = (Layer(),)
@@ -125,7 +121,6 @@ def test_overrides(changes, read):
     assert Stack(dim=16, layers=(Layer(), Layer(pattern=Local()))) == STACK
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bounded(Config):
     least: int = 3
     most: int = 9
@@ -202,7 +197,6 @@ def test_wrong_data_names_place_and_remedy(data, message):
         from_dict(Stack, data, KINDS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Foreign(PatternConfig):
     """A class that no table has, with fields of types that configs do not know."""
 
@@ -231,7 +225,6 @@ def test_a_config_object_of_no_table_is_taken_as_it_is():
     assert from_dict(Stack, {"dim": 1, "layers": [{"pattern": foreign}]}, KINDS).layers[0].pattern is foreign
 
 
-@dataclass(frozen=True, kw_only=True)
 class Norm(Config):
     slot, kind = "norm", "plain"
 
@@ -351,7 +344,6 @@ class Point(TypedDict):
     x: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Record(Config):
     point: Point
     further: Point | None = None

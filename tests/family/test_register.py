@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +36,6 @@ def sums():
     """A config class that nothing has registered yet."""
 
     class Sums(LinearAttention):
-        @dataclass(frozen=True, kw_only=True)
         class Config(LinearAttention.Config):
             kind = "sums_of_mine"
 
