@@ -96,7 +96,7 @@ def test_members_and_tasks_are_registered_too(registrations):
     mine = kinformer.register(member("gpt").__class__(**vars(member("gpt")) | {"name": "my-gpt"}))
     assert member("my-gpt") is mine and mine in kinformer.members()
     assert replace(mine, year=0).year == mine.year and replace(mine, year=0, paper="arXiv 1910.1, 2019").year == 2019
-    with pytest.raises(KinformerError, match="the paper of the member 'my-gpt' does not have a year; give `year`"):
+    with pytest.raises(KinformerError, match="the paper of the member 'my-gpt' does not have a year; give year"):
         replace(mine, year=0, paper="none")
     record = kinformer.register(task("next-token").derive(name="my-task"))
     assert task("my-task") is record and record in tasks()
