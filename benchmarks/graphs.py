@@ -26,8 +26,7 @@ from common import Contestant, arguments, gate_equal, interleave, prepare, save,
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
 from kinformer.family.table import members
-from kinformer.generation.recording import recordings_of
-from kinformer.generation.weights import PackagedStep, leaves_of
+from kinformer.generation.recording import PackagedStep, leaves_of, recordings_of
 from kinformer.interop.graphs import ONNX_FILE, OnnxModel, load_package
 from kinformer.lab.runs.exporting import export_graph
 from kinformer.lab.runs.run import Run, save_weights

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +95,6 @@ class Convolution(CausalMixer):
 
     growth = "constant"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "short_convolution"
 
@@ -121,7 +119,6 @@ class Convolution(CausalMixer):
 class Nothing(nn.Module):
     """A feed-forward that adds nothing."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeedForwardConfig):
         kind = "nothing"
 

@@ -17,7 +17,7 @@
     layer = kinformer.layer("gated-deltanet", dim=512, num_heads=8)     # one layer for a model of your own
     y, state = layer(x, return_state=True)                   # [batch, time, dim] -> the same
 
-PyTorch is imported when a function first needs it.
+PyTorch is imported with the first function that needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Correct mixers and models pass every check; switching one off needs its name and a reason."""
 
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -103,7 +102,6 @@ def test_a_long_window_lengthens_the_sequences():
     assert MixerSubject(lambda: Attention(window=40), dim=DIM).time > 40
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttentionConfig(MixerConfig):
     kind = "attention"
     window: int | None = None
@@ -120,7 +118,6 @@ def test_config_and_weights_survive_a_file(window):
     verify_config(AttentionConfig(window=window), KINDS, dim=DIM)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CreepingConfig(AttentionConfig):
     """Changes its value every time that it is made."""
 

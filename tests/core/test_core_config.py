@@ -1,8 +1,9 @@
 """Configs to and from plain data, strict about names and types, and dotted overrides."""
 
+import copy
 import json
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 import pytest
@@ -20,12 +21,10 @@ class PatternConfig(Config):
     slot = "pattern"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Causal(PatternConfig):
     kind = "causal"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Local(PatternConfig):
     kind = "local"
     window: int = 8
@@ -35,7 +34,6 @@ class Local(PatternConfig):
             raise KinformerError(f"window is {self.window}; give 1 or more.")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Layer(Config):
     num_heads: int = 4
     rate: float = 0.0
@@ -46,7 +44,6 @@ class Layer(Config):
     pattern: PatternConfig = Causal()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stack(Config):
     dim: int
     layers: tuple[Layer, ...] = (Layer(),)
@@ -124,7 +121,6 @@ def test_overrides(changes, read):
     assert Stack(dim=16, layers=(Layer(), Layer(pattern=Local()))) == STACK
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bounded(Config):
     least: int = 3
     most: int = 9
@@ -201,7 +197,6 @@ def test_wrong_data_names_place_and_remedy(data, message):
         from_dict(Stack, data, KINDS)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Foreign(PatternConfig):
     """A class that no table has, with fields of types that configs do not know."""
 
@@ -230,7 +225,6 @@ def test_a_config_object_of_no_table_is_taken_as_it_is():
     assert from_dict(Stack, {"dim": 1, "layers": [{"pattern": foreign}]}, KINDS).layers[0].pattern is foreign
 
 
-@dataclass(frozen=True, kw_only=True)
 class Norm(Config):
     slot, kind = "norm", "plain"
 
@@ -275,18 +269,38 @@ def test_a_config_is_checked_where_it_is_made(values, message):
     assert Local(window="7").window == 7
 
 
-def test_a_config_class_is_a_dataclass_with_the_decorator_or_without_it():
-    class Bare(Config):
+@pytest.mark.parametrize("options", [None, {}, {"slots": True}], ids=["bare", "decorated", "slots"])
+def test_a_config_class_is_a_dataclass_with_the_decorator_or_without_it(options):
+    class Made(Config):
         size: int = 3
         names: dict[str, int] = field(default_factory=dict)
+        note: str = field(default="", compare=False, metadata={"shown": False})
 
-    decorated = dataclass(frozen=True, kw_only=True)(type("Decorated", (Config,), dict(vars(Bare))))
-    for config in (Bare, decorated):
-        assert to_dict(config(size=4)) == {"size": 4, "names": {}}
-        assert config() == config(size=3, names={}) != config(size=4) and config().names is not config().names
-        for change in (lambda: setattr(config(), "size", 5), lambda: delattr(config(), "size")):  # noqa: B023
-            with pytest.raises(FrozenInstanceError):
-                change()
+    config = Made if options is None else dataclass(frozen=True, kw_only=True, **options)(Made)
+    assert to_dict(config(size=4)) == {"size": 4, "names": {}, "note": ""}
+    assert config() == config(size=3, names={}) != config(size=4) and config().names is not config().names
+    assert config() == config(note="not compared") == copy.deepcopy(config())
+    assert [dict(item.metadata) for item in fields(config)] == [{}, {}, {"shown": False}]
+    for change in (lambda: setattr(config(), "size", 5), lambda: delattr(config(), "size")):
+        with pytest.raises(FrozenInstanceError):
+            change()
+
+
+def test_data_of_the_base_of_configs_are_refused_in_a_sentence():
+    with pytest.raises(KinformerError, match="config: 'size' is not a field of Config; it has none."):
+        from_dict(Config, {"size": 3}, KINDS)
+
+
+class Later(Config):
+    part: "Defined | None" = None
+
+
+EARLY = Later()
+Defined = Local
+
+
+def test_the_type_of_a_field_may_be_defined_after_the_first_config():
+    assert EARLY.replace(part="local").part.kind == "local"
 
 
 def test_the_types_of_a_config_class_must_be_known():
@@ -330,7 +344,6 @@ class Point(TypedDict):
     x: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Record(Config):
     point: Point
     further: Point | None = None

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
@@ -36,7 +36,6 @@ def sums():
     """A config class that nothing has registered yet."""
 
     class Sums(LinearAttention):
-        @dataclass(frozen=True, kw_only=True)
         class Config(LinearAttention.Config):
             kind = "sums_of_mine"
 
@@ -96,6 +95,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path, capsys, monkeypatch, 
 def test_members_and_tasks_are_registered_too(registrations):
     mine = kinformer.register(member("gpt").__class__(**vars(member("gpt")) | {"name": "my-gpt"}))
     assert member("my-gpt") is mine and mine in kinformer.members()
+    assert replace(mine, year=0).year == mine.year and replace(mine, year=0, paper="arXiv 1910.1, 2019").year == 2019
+    with pytest.raises(KinformerError, match="the paper of the member 'my-gpt' does not have a year; give year"):
+        replace(mine, year=0, paper="none")
     record = kinformer.register(task("next-token").derive(name="my-task"))
     assert task("my-task") is record and record in tasks()
     assert (FAMILY.package("my-gpt"), FAMILY.package("gpt")) == ("kinformer.register Member", None)
@@ -110,6 +112,17 @@ def test_what_cannot_be_registered_is_named(sums, registrations):
     kinformer.register(sums)
     other = kinformer.register(type("Config", (sums,), {}))  # as a notebook's cell that runs again
     assert kinds()["mixer"]["sums_of_mine"] is other
+
+
+def test_a_layer_of_a_mixer_with_required_settings_is_refused_in_a_sentence(registrations):
+    @kinformer.register
+    class Needy(MixerConfig):
+        kind = "needy"
+        size: int
+
+    with pytest.raises(KinformerError, match="the mixer 'needy' needs size, which must be given"):
+        kinformer.layer("needy", 16)
+    assert repr(next(record for record in kinformer.layers() if record.name == "needy")) == "<needy: causal>"
 
 
 def test_a_registered_class_takes_the_place_of_the_run_s_own_package(registrations, sums):

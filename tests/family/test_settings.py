@@ -4,7 +4,6 @@ import json
 import re
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -60,7 +59,6 @@ def test_settings_of_equal_names_and_meanings_stand_once():
 
 
 def test_a_part_of_another_package_is_explained_by_its_source():
-    @dataclass(frozen=True, kw_only=True)
     class Theirs(FeatureMapConfig):
         kind = "favor"
         eps: float = 1e-6

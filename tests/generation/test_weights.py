@@ -181,6 +181,7 @@ def test_a_model_of_narrow_weights_is_not_saved_or_moved():
         for change in (torch.nn.Module.half, lambda module: module.to("meta")):
             with pytest.raises(KinformerError, match="narrow weights stay in their dtype on their device"):
                 change(some)
+        assert {(str(item.device), item.dtype) for item in some.parameters()} == {("cpu", torch.float32)}
         assert some.to("cpu").float() is some and not some.training
     with pytest.raises(KinformerError, match="narrow weights cannot be saved or exchanged"):
         ours.load_state_dict(model.state_dict(), strict=False)

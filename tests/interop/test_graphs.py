@@ -9,8 +9,7 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.generation.recording import recordings_of
-from kinformer.generation.weights import Leaf, leaves_of, use_package
+from kinformer.generation.recording import Leaf, leaves_of, recordings_of, use_package
 from kinformer.interop import graphs
 from kinformer.interop.graphs import PACKAGE_FILE, FlatStep, captured
 from kinformer.lab.cli.main import main

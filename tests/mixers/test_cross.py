@@ -97,6 +97,11 @@ def test_it_is_that_of_pytorch(pair):
         assert (mine - other).abs().max() < 1e-11
 
 
+def test_an_unknown_option_of_the_first_state_is_refused(pair):
+    with pytest.raises(TypeError, match="source_mask"):
+        pair[1].initial_state(3, source=random(3, SOURCE, SOURCE_DIM), source_mask=None)
+
+
 def test_it_is_stepped_token_by_token(pair):
     _, ours = pair
     x, source = random(2, 6, DIM), random(2, SOURCE, SOURCE_DIM, seed=1)

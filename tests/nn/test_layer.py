@@ -345,6 +345,10 @@ def test_the_former_name_of_whole_warns():
         assert kinformer.layer("gpt", 64, block=True).inner.feed_forward is not None
 
 
+def test_the_name_of_a_member_may_be_in_capitals():
+    assert kinformer.layer("GPT", 64).config == kinformer.layer("gpt", 64).config
+
+
 def _padded_grid(name):
     padding = torch.zeros(2, 16, dtype=torch.bool)
     layer, x = made(name), randn(2, 16, DIM)
@@ -359,6 +363,7 @@ def _padded_grid(name):
         (lambda: kinformer.layer("gated-deltanets", 64), "did you mean 'gated-deltanet'"),
         (lambda: kinformer.layer("mamba", 64), "did you mean 'mamba2'"),
         (lambda: kinformer.layer("linea", 64), "'linear'"),
+        (lambda: kinformer.layer("llama", 64), "is nearest here"),
         (lambda: kinformer.layer("bidirectionl", 64), "'bidirectional'"),
         (lambda: kinformer.layer("gpt", 64, heads=8), "'heads' is not a setting of the mixer 'softmax'"),
         (lambda: kinformer.layer("chosen_block", 64), "did you mean 'chosen_blocks'"),

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -280,7 +279,6 @@ def test_a_mixer_refuses_what_is_added_to_tokens(position):
 class Strange(Position):
     """Somebody else's, by distance, whose config has nothing but ``build``."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "strange"
 
@@ -294,7 +292,6 @@ class Strange(Position):
 class StrangeHeads(Strange):
     """The same, built for heads alone."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "strange"
 
@@ -305,7 +302,6 @@ class StrangeHeads(Strange):
 class StrangeModel(Position):
     """Somebody else's at the tokens, built for a model alone."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "strange"
 

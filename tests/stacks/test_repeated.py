@@ -1,7 +1,5 @@
 """A stack of somebody else: every layer applied several times. One class and one line in the table."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -20,7 +18,6 @@ MEMBERS = ("gpt", "linear-transformer", "transformer-xl", "deep-char")
 class Repeated(Stack):
     """The layers from the first to the last, ``times`` times, with the same weights and a state for every time."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(StackConfig):
         kind = "repeated"
         times: int = 2

@@ -31,7 +31,6 @@ PERIOD = 4096
 class Frames(Input):
     """values [batch, time] float -> [batch, time, dim]"""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(InputConfig):
         kind = "frames"
 
@@ -56,7 +55,6 @@ class Frames(Input):
 class Frequency(nn.Module):
     """hidden_states [batch, time, dim] -> [batch]"""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadConfig):
         kind = "frequency"
         per_position = False

@@ -334,7 +334,7 @@ def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups]: of the groups."""
+    """Return y [rows, out] of x [rows, in] and ``weight`` [groups, in, out]; ``ends`` [groups]: the row behind each."""
     rows = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
     group = torch.searchsorted(ends, rows, right=True)
     return torch.bmm(x[:, None], weight[group])[:, 0]

@@ -34,7 +34,7 @@ Kinds = Mapping[str, Mapping[str, type["Config"]]]
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 
 
-@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 class _Typed(type):
     """The metaclass of configs, which makes every class a dataclass. It checks the fields when a config is made, and
     accepts the forms of ``--set``: a part as its config, its kind or a mapping, and a number as text."""
@@ -43,14 +43,15 @@ class _Typed(type):
 
     def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
         super().__init__(name, bases, namespace)
-        if not any(isinstance(base, _Typed) for base in bases):
-            return
-        dataclasses.dataclass(frozen=True, kw_only=True)(typing.cast(type, cls))
-        # A class may have the decorator as well, which adds these methods itself and raises if it finds them.
-        del cls.__setattr__, cls.__delattr__
-        for field in dataclasses.fields(typing.cast(Any, cls)):
-            if field.name in namespace and field.default_factory is not dataclasses.MISSING:
-                setattr(cls, field.name, field)  # the decorator reads defaults from the class
+        if "__dataclass_fields__" not in namespace:  # which the decorator's copy with slots has
+            dataclasses.dataclass(frozen=True, kw_only=True)(typing.cast(type, cls))
+            # A class may have the decorator as well, which adds these methods itself and raises if it finds them.
+            del cls.__setattr__, cls.__delattr__
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        # A second decorator does not see the calls of ``field`` in the class any more, so the first fields stay.
+        if name != "__dataclass_fields__" or name not in vars(cls):
+            super().__setattr__(name, value)
 
     def __set_name__(cls, owner: type, name: str) -> None:
         """Take note of the class ``owner`` in which the config class is written."""
@@ -67,7 +68,6 @@ class _Typed(type):
         return super().__call__(*arguments, **values)
 
 
-@cache
 def _plain_field_types(config: type[Config]) -> Mapping[str, object]:
     """Return the types of the fields, by name; empty where the type of a field cannot be found yet."""
     try:
@@ -84,7 +84,15 @@ def _takes_part(kind: object) -> bool:
     return issubclass(kind, Config) if isinstance(kind, type) else any(map(_takes_part, typing.get_args(kind)))
 
 
-class Config(metaclass=_Typed):
+class _Frozen:
+    def __setattr__(self, name: str, value: object) -> typing.NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> typing.NoReturn:
+        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+class Config(_Frozen, metaclass=_Typed):
     """The base of all configs: every subclass is a dataclass, frozen and of keywords only.
 
     A config is written in the class that it ``builds``. The ``build`` of its slot calls that class with the config and
@@ -108,12 +116,6 @@ class Config(metaclass=_Typed):
         )
         require_ranges(values, least, above)
         return super().__new__(cls)
-
-    def __setattr__(self, name: str, value: object) -> typing.NoReturn:
-        raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-
-    def __delattr__(self, name: str) -> typing.NoReturn:
-        raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
 
     def builds(self, *sizes: object, **values: object) -> Any:
         """Raise for a config class that does not stand in a class."""

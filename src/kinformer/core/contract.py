@@ -302,7 +302,7 @@ class StateOptions(TypedDict, total=False):
 
 def initial_states(mixers: Iterable[CausalMixer], batch: int, **options: Unpack[StateOptions]) -> tuple[State, ...]:
     """Return the states of ``batch`` new sequences, one per mixer; some need ``source`` [batch, length, width]."""
-    plain: Any = {name: value for name, value in options.items() if not name.startswith("source")}
+    plain: Any = {name: value for name, value in options.items() if name not in ("source", "source_valid")}
     return tuple(mixer.initial_state(batch, **options if isinstance(mixer, ReadsSource) else plain) for mixer in mixers)
 
 

@@ -9,7 +9,7 @@ Shapes: ``x [batch, num_global + time, dim]``; in either input, the valid tokens
 
 from __future__ import annotations
 
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from kinformer.core.contract import (
     Divisible,
     FirstValues,
     ReadsSource,
-    StateOptions,
     require_input,
     select_valid,
 )
@@ -191,10 +190,17 @@ class SourceMixer(ReadsSource, CausalMixer):
     source_dim: int
     crossing: Crossing | None = None
 
-    def initial_state(self, batch: int, **options: Unpack[StateOptions]) -> State:
+    def initial_state(
+        self,
+        batch: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        source: Tensor | None = None,
+        source_valid: Tensor | None = None,
+    ) -> State:
         """Return the state of ``batch`` sequences over ``source`` [batch, length, source_dim] (``source_valid``)."""
-        source, valid = checked_source(options.get("source"), options.get("source_valid"), batch, self.source_dim)
-        return self.over(source, valid, options.get("device"), options.get("dtype"))
+        return self.over(*checked_source(source, source_valid, batch, self.source_dim), device, dtype)
 
     def over(self, source: Tensor, valid: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> State:
         """Return the state over ``source`` [batch, length, source_dim], zero where not ``valid``, in ``dtype``."""

@@ -150,6 +150,7 @@ class PatternConfig(Config):
     slot = "pattern"
 
     def build(self) -> Pattern:
+        """Build the pattern, which takes the fields of the config by their names."""
         return self.builds(**vars(self))
 
 

@@ -1,4 +1,7 @@
-"""Weights for inference: in 16 and 8 bits, packed for products of few rows, and a step of machine code.
+"""Weights for inference: in 16 and 8 bits, and packed for products of few rows.
+
+Narrow weights come first (:func:`as_weights`), then packed weights (:func:`pack`), then the copies for inference that
+a model stores (:func:`inference_copy`).
 
 Weights in 16 and 8 bits take less memory, and products of few rows read fewer bytes.
 
@@ -27,8 +30,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -36,11 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kinformer.core import state as states
-from kinformer.core.model import CausalModel
 from kinformer.core.parts import UnpackedLinear, is_plain
-from kinformer.core.state import State
-from kinformer.generation.recording import Unchanged, recordings_of
+from kinformer.generation.recording import PackagedStep, Unchanged, recordings_of
 from kinformer.generation.session import LONG
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import emulates_bfloat16, multiplies_int8, processor, processor_class
@@ -274,9 +273,10 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.weight = made[id(weight)]
             # An empty parameter of its dtype and on its device, of which a model is asked by its parameters.
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
-            module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
             module.register_state_dict_pre_hook(_refuse_saving)
             module.register_load_state_dict_pre_hook(_refuse_saving)
+    for module in model.modules():
+        module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
 
@@ -291,11 +291,15 @@ def _refuse_saving(module: nn.Module, *_: object) -> None:
     raise KinformerError("narrow weights cannot be saved or exchanged; load the model with weights of fp32.")
 
 
-def _refuse_moving(module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    before, after = module.narrow, change(module.narrow)
-    if (before.device, before.dtype) != (after.device, after.dtype):
-        raise KinformerError("narrow weights stay in their dtype on their device; move or convert the model before.")
-    return nn.Module._apply(module, change, recurse)
+def _refuse_moving(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    for part in module.modules():  # all, before anything is changed
+        if (before := part._parameters.get("narrow")) is not None:
+            after = change(before)
+            if (before.device, before.dtype) != (after.device, after.dtype):
+                raise KinformerError(
+                    "narrow weights stay in their dtype on their device; move or convert the model before."
+                )
+    return type(module)._apply(module, change, recurse)
 
 
 # Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
@@ -463,156 +467,3 @@ def _shared_copy(model: Model) -> Model:
     shared = {id(buffer): buffer for buffer in model.buffers()}
     shared |= {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.parameters()}
     return copy.deepcopy(model, shared).requires_grad_(False)
-
-
-# The leaves of a state by name and in order, for a graph without Python, which takes and returns them.
-#
-# Leaves that grow keep an open axis of past slots. Leaves of a window are full from the start: slots are right-aligned,
-# and slots before a sequence's first token are invalid, like the first slots of a shorter sequence in a batch.
-
-BATCH, PAST = "batch", "past"
-"""The open axes of a leaf: the sequences, and the tokens that they have absorbed."""
-_SLOTS = 2
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor of a state: its ``name`` is the path to it, ``shape`` has the names of open axes. A new sequence begins
-    with zeros and no past slots."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-
-    @property
-    def grows(self) -> bool:
-        """Return whether the leaf gains a slot with every token."""
-        return PAST in self.shape
-
-    @property
-    def facts(self) -> dict[str, object]:
-        """Return the leaf as data that JSON can hold."""
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-
-    def zeros(self, batch: int, past: int = 0) -> Tensor:
-        """Return the leaf of ``batch`` new sequences, with ``past`` slots where it grows."""
-        sizes = {BATCH: batch, PAST: past}
-        shape = [size if isinstance(size, int) else sizes[size] for size in self.shape]
-        return torch.zeros(shape, dtype=getattr(torch, self.dtype))
-
-    def accepts(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has the dtype and all sizes except the open axes."""
-        sizes = zip(tensor.shape, self.shape, strict=False)
-        fits = all(isinstance(expected, str) or size == expected for size, expected in sizes)
-        return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
-
-    def filled(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor``, with zeros before its slots where a window has more."""
-        slots = self.shape[_SLOTS] if tensor.dim() == len(self.shape) > _SLOTS else PAST
-        if isinstance(slots, int) and (missing := slots - tensor.shape[_SLOTS]) > 0:
-            before = tensor.new_zeros(*tensor.shape[:_SLOTS], missing, *tensor.shape[_SLOTS + 1 :])
-            return torch.cat([before, tensor], dim=_SLOTS)
-        return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a state with the paths to them, as in ``layers.0.0.k``, in order."""
-    if isinstance(state, Tensor):
-        yield ".".join(path), state
-        return
-    names = getattr(state, "_fields", None) or map(str, range(len(state)))
-    for name, item in zip(names, state, strict=True):
-        yield from named_leaves(item, (*path, name))
-
-
-def unflattened(like: State, leaves: Sequence[Tensor]) -> State:
-    """Return a state of the structure of ``like`` with these leaves."""
-    rest = iter(leaves)
-    return states.map_tensors(lambda _: next(rest), like)
-
-
-def leaves_of(model: CausalModel) -> list[Leaf]:
-    """Return the leaves of the states of ``model``, a causal model of tokens, with full windows.
-
-    Errors: ``KinformerError`` for a leaf that does not begin with zeros, or grows other than by slots.
-    """
-    retained = [size for module in model.modules() if isinstance(size := getattr(module, "retained", None), int)]
-    length = max(retained, default=0) + 3
-    if model.max_length is not None:
-        length = max(1, min(length, model.max_length - 1))
-    initial = dict(named_leaves(model.initial_state(1)))
-    with torch.no_grad():
-        states = [model(torch.zeros(1, time, dtype=torch.int64))[1] for time in (length, length + 1)]
-    now, then = (dict(named_leaves(state)) for state in states)
-    return [_leaf(name, initial[name], now[name], then[name]) for name in initial]
-
-
-def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
-    """Return the leaf with the value ``first`` at the start, ``now`` after some tokens and ``then`` after one more."""
-    if bool(first.any()):
-        raise KinformerError(f"the state's {name} does not begin with zeros, as the leaves of a graph do.")
-    shape: list[int | str] = [BATCH, *now.shape[1:]]
-    for axis, (size, next_size) in enumerate(zip(now.shape, then.shape, strict=True)):
-        if size != next_size:
-            shape[axis] = PAST
-    sizes: dict[int, int] = dict(enumerate(first.shape))
-    irregular = [axis for axis, size in enumerate(now.shape) if size != sizes.get(axis) and axis != _SLOTS]
-    if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
-        raise KinformerError(f"the state's {name} grows other than by a slot for every token.")
-    return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))
-
-
-# The step of a model from a package of machine code, in place of a recorded step.
-#
-# A session finds it among the recordings of its model (``generation.recording``), so prompts, sampling and stops work
-# as in any session.
-
-Step = Callable[..., list[Tensor]]
-
-
-class PackagedStep:
-    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model; ``leaves`` describe its states' leaves."""
-
-    def __init__(self, step: Step, leaves: Sequence[Leaf], model: nn.Module) -> None:
-        self.run, self.leaves = step, leaves
-        self.holds = Unchanged([model]).holds
-
-    def begin(self, state: State) -> PackagedSteps | None:
-        """Return steps from ``state`` on; None for a state of several sequences, or on another device than a CPU."""
-        value = states.value(state)
-        tensors = list(states.tensors(value))
-        if len(tensors) != len(self.leaves) or any(x.device.type != "cpu" or x.shape[0] != 1 for x in tensors):
-            return None
-        filled = [leaf.filled(tensor) for leaf, tensor in zip(self.leaves, tensors, strict=True)]
-        if not all(leaf.accepts(tensor) for leaf, tensor in zip(self.leaves, filled, strict=True)):
-            return None
-        return PackagedSteps(self, value, filled)
-
-
-class PackagedSteps:
-    """A :class:`PackagedStep` at work, and the leaves of the state that it steps."""
-
-    def __init__(self, packaged: PackagedStep, like: object, leaves: list[Tensor]) -> None:
-        self._packaged, self._like, self._leaves = packaged, like, leaves
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether the model is unchanged."""
-        return self._packaged.holds()
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
-        logits, *leaves = self._packaged.run(tokens.contiguous(), *self._leaves)
-        # A package assumes the strides that it was compiled for and does not check them.
-        self._leaves = [leaf.contiguous() for leaf in leaves]
-        return logits[:, -1]
-
-    def release(self) -> State:
-        """Return the state, for steps in Python."""
-        return unflattened(self._like, self._leaves)
-
-
-def use_package(model: nn.Module, step: Step, leaves: Sequence[Leaf]) -> None:
-    """Let sessions of ``model`` step by ``step``."""
-    with torch.inference_mode():
-        recordings_of(model).keep(PackagedStep(step, leaves, model))  # type: ignore[arg-type]

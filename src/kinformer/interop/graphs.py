@@ -34,7 +34,7 @@ from kinformer.core.config import Config, field_types
 from kinformer.core.model import PROTOCOLS, CausalModel
 from kinformer.core.stack import ModelConfig
 from kinformer.core.state import map_tensors
-from kinformer.generation.weights import BATCH, PAST, Leaf, leaves_of, named_leaves, unflattened
+from kinformer.generation.recording import BATCH, PAST, Leaf, leaves_of, named_leaves, unflattened
 from kinformer.interop.proof import gap as relative_gap
 from kinformer.runtime.compiling import HostDriven, Operator, substituting, trusted_arguments
 from kinformer.runtime.draws import private_numbers

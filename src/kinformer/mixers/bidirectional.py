@@ -11,7 +11,6 @@ to its pairs; the global keys, few columns, merged with the pattern by log-sum-e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,7 +66,6 @@ class BidirectionalAttention(EncoderMixer):
     Shaw's, count them as farthest). A pair that the pattern allows anyway counts once.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "bidirectional"
         by_heads = True

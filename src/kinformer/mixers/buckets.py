@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -127,7 +126,6 @@ class Centroids(OnlineLearner):
         self.means.copy_(torch.where(length > 0, moved, self.means))
 
 
-@dataclass(frozen=True, kw_only=True)
 class HashingConfig(Config):
     """The fields of attention within buckets of hashes."""
 
@@ -184,7 +182,6 @@ class LSHAttention(Hashed, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HashingConfig, MixerConfig):
         kind = "lsh"
         by_heads = True
@@ -231,7 +228,6 @@ class BidirectionalLSH(Hashed, EncoderMixer):
 
     lacks_global = "the mixer lsh does not support global tokens, as a token sees the tokens of its bucket"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HashingConfig, EncoderMixerConfig):
         kind = "lsh"
 
@@ -285,7 +281,6 @@ class RoutingAttention(CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "routing"
         indivisible = "its centroids learn by sums over all processes, which would have other heads"

@@ -18,7 +18,6 @@ importance of the summaries that share tokens with it (NSA, equation 9).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -79,7 +78,6 @@ class ChosenBlocks(HostDriven, Crosses, CausalMixer):
     growth = "linear"
     crosses = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "chosen_blocks"
         by_heads = True

@@ -12,7 +12,6 @@ norm and the projections of this attention (by content alone, before the output 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -190,7 +189,6 @@ class Compression(nn.Module):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
     slot = "compression"
     LEAST = {"rate": 1}  # 1: nothing is compressed
@@ -203,7 +201,6 @@ class CompressionConfig(Config):
 class Pool(Compression):
     """The largest or mean value of each feature over ``rate`` neighbours."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CompressionConfig):
         kind = "pool"
         take: Literal["mean", "max"] = "mean"
@@ -220,7 +217,6 @@ class Pool(Compression):
 class Convolution(Compression):
     """A convolution with kernel and stride ``rate``: one product of ``rate`` neighbours."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CompressionConfig):
         kind = "convolution"
 
@@ -238,7 +234,6 @@ class DilatedConvolution(Convolution):
     The paper names dilated convolutions without their sizes: these are ours. Beyond both ends stand zeros.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(Convolution.Config):
         kind = "dilated"
         LEAST = {"depth": 1}
@@ -262,7 +257,6 @@ class MostUsed(Compression):
 
     counts = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(CompressionConfig):
         kind = "most_used"
 
@@ -299,7 +293,6 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "compressive"
         indivisible = "its state adds up costs of all heads"

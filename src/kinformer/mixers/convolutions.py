@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -43,7 +42,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 
     lacks_global = "the mixer separable_convolution reads the patches of images alone"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "separable_convolution"
         LEAST = {"expansion": 1}
@@ -76,7 +74,6 @@ class SeparableConvolution(GridOnly, EncoderMixer):
 # The separable convolution in place of the feed-forward of a Universal Transformer.
 
 
-@dataclass(frozen=True, kw_only=True)
 class SeparableTransition(FeedForwardConfig):
     """The separable convolution between steps of a Universal Transformer, for its feed-forward (Dehghani et al. 2019,
     section 2.1; Chollet 2017; as in tensor2tensor).
@@ -179,7 +176,6 @@ SHIFT = 0.0625
 """How mu begins: 1 - (channel / dim)^p, as in a middle layer of the authors' models."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChannelMix(FeedForwardConfig):
     """RWKV's channel mixing: a feed-forward with squared ReLU after a token shift (Peng et al. 2025, RWKV-7, section
     4), for decoders.
@@ -258,7 +254,6 @@ class GatedConvolution(HoldsTokens):
     holds u of the last width - 1 tokens.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "gated_convolution"
         LEAST = {"width": 2}

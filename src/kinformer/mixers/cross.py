@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -87,7 +86,6 @@ class CrossAttention(SourceMixer):
     With a ``position`` the state also counts tokens.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "cross"
         by_heads = True
@@ -185,7 +183,6 @@ class LinearCrossAttention(SourceMixer):
     ``floor``: the least value of the normaliser. A row whose source is all padding gets the output projection's bias.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, MixerConfig):
         kind = "cross_linear"
         indivisible = "it projects the source before its forward pass"
@@ -245,7 +242,6 @@ class LinformerCrossAttention(Summarising, SourceMixer):
     new sequence over the same source. A row whose source is all padding gets the output projection's bias.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, MixerConfig):
         kind = "cross_linformer"
         indivisible = "it projects the source before its forward pass"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import log, log2
 from typing import Literal
 
@@ -73,7 +72,6 @@ class EtcAttention(EncoderMixer):
     relations, 2 k + 4 unless there are to be spare ones.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "etc"
         LEAST = {"max_distance": 0}
@@ -213,7 +211,6 @@ class Linformer(Summarising, EncoderMixer):
     ``sharing="keys_values"`` this is the paper's layerwise sharing.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SummariesConfig, EncoderMixerConfig):
         kind = "linformer"
 
@@ -263,7 +260,6 @@ class StarAttention(EncoderMixer):
         "this mixer (star) has a relay that sees all and is seen by all, and does not support other global tokens"
     )
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "star"
         LEAST = {"iterations": 1}
@@ -400,7 +396,6 @@ class BidirectionalLinear(EncoderMixer):
     ``head_dim`` defaults to dim / num_heads; ``floor``: the least value of the normaliser, to which eps is not added.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(QuotientConfig, EncoderMixerConfig):
         kind = "linear"
 
@@ -451,7 +446,6 @@ class WindowAttention(GridOnly, EncoderMixer):
 
     lacks_global = "the mixer windows reads the patches of images alone"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "windows"
         num_heads: int = 4

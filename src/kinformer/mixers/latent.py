@@ -3,7 +3,6 @@ attention (DSA), in which a query attends to some of these vectors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -62,7 +61,6 @@ class LatentAttention(TokenMemory):
     straight from x. ``form``: "auto" takes the one with fewer multiplications.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "latent"
         LEAST = {"value_dim": 1, "latent_dim": 1, "query_latent_dim": 1, "rotary_dim": 0}
@@ -254,7 +252,6 @@ class IndexedAttention(LatentAttention):
 
     crosses = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "indexed"
         indivisible = "its indexer learns from the weights of all heads"

@@ -21,7 +21,6 @@ a norm of every head and a gate, y <- norm(y) * silu(W_g x), where the config ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -234,7 +233,6 @@ class LinearAttention(Crosses, CausalMixer):
     solves.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "linear"
         LEAST = {"iterations": 1}

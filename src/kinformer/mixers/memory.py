@@ -4,7 +4,7 @@ keys and values behind a search (Memorizing), one vector of every token for its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -116,7 +116,6 @@ class SegmentMemory(RecomputesKV, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "segment_memory"
         by_heads = True
@@ -334,7 +333,6 @@ class Memorizing(HostDriven, Crosses, CausalMixer):
     growth = "window"
     crosses = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "memorizing"
         LEAST = {"window": 1, "segment": 1, "memory_size": 0, "topk": 1}
@@ -521,7 +519,6 @@ class SingleHead(TokenMemory):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "single_head"
         indivisible = "it has one head"

@@ -21,7 +21,6 @@ so that keys before the block cost three products with N, where plain attention 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -146,7 +145,6 @@ class PathAttention(Crosses, PartialOutput, CausalMixer):
 
     crosses = False
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "path"
         by_heads = True

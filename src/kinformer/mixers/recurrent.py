@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -57,7 +56,6 @@ class LSTM(CausalMixer):
     at least, whatever its rows' lengths and resets; ``torch.compile`` leaves it outside of the graph.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "lstm"
         indivisible = "every unit reads all units of the token before"
@@ -101,7 +99,6 @@ class BidirectionalLSTM(EncoderMixer):
 
     lacks_global = "the mixer lstm does not support global tokens, as it reads tokens in order"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EncoderMixerConfig):
         kind = "lstm"
         impl: LstmImpl = "auto"
@@ -168,7 +165,6 @@ class OuterProduct(CausalMixer):
 
     growth = "constant"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "outer_product"
         by_heads = True
@@ -270,7 +266,6 @@ class RWKV7(Crosses, CausalMixer):
     The state is constant. The ranks belong to W_w1, W_a1, W_g1 and W_v1.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "rwkv7"
         LEAST = {"decay_rank": 1, "rate_rank": 1, "gate_rank": 1, "value_rank": 1}  # about dim / 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -75,7 +74,6 @@ def sorted_within_the_past(logits: Tensor, blocks: Tensor, iterations: int) -> T
 IMPLIED = "implied by attention to sorted blocks: its probabilities times what each token adds to each sorted block"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SortingConfig(Config):
     """The fields of attention to sorted blocks. ``iterations``: normalisations, each of rows and then of columns."""
 
@@ -120,7 +118,6 @@ class SinkhornAttention(EncoderMixer):
 
     lacks_global = "this mixer (sinkhorn) sorts blocks and does not support global tokens"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, EncoderMixerConfig):
         kind = "sinkhorn"
         LEAST = {"cut": 0}
@@ -259,7 +256,6 @@ class CausalSinkhornAttention(CausalMixer):
 
     growth = "linear"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SortingConfig, MixerConfig):
         kind = "causal_sinkhorn"
         indivisible = "its sorting draws the noise of all heads at once"

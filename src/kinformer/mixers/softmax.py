@@ -13,7 +13,6 @@ and key (``parts.decays``), and the state holds its sums.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -65,7 +64,6 @@ class SoftmaxAttention(Crosses, PartialOutput, CausalMixer):
     """Multi-head attention over the chunk and the remembered past: x [batch, time, dim] -> y [batch, time, dim].
     ``head_dim`` defaults to dim / num_heads."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "softmax"
         by_heads = True

@@ -14,7 +14,6 @@ weights, so this is for short sequences. M is in the state: a generated token co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -143,7 +142,6 @@ class TensorizedAttention(Factors, CausalMixer):
 
     growth = "linear"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized"
         indivisible = "its factors belong to one product, without heads"
@@ -232,7 +230,6 @@ class BidirectionalTensorized(Factors, EncoderMixer):
 
     lacks_global = "this mixer (tensorized) weighs pairs of positions"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, EncoderMixerConfig):
         kind = "tensorized"
         max_length: int = 32
@@ -295,7 +292,6 @@ class TensorizedMemory(Factors, RecomputesKV, CausalMixer):
 
     growth = "window"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FactorsConfig, MixerConfig):
         kind = "tensorized_memory"
         LEAST = {"memory": 0}

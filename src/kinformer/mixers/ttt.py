@@ -21,7 +21,6 @@ Without the norm, with W_0 = 0 and a single mini-batch it is linear attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -95,7 +94,6 @@ class TTTLinear(CausalMixer):
 
     growth = "constant"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(MixerConfig):
         kind = "ttt"
         LEAST = {"mini_batch": 1}

@@ -41,7 +41,7 @@ from kinformer.family.kinds import kinds
 from kinformer.family.record import Growth
 from kinformer.family.table import FAMILY, member
 from kinformer.runtime.compiling import checks_calls
-from kinformer.runtime.errors import KinformerError, choose, nearest
+from kinformer.runtime.errors import KinformerError, choose, close_names, nearest
 
 # The plain interface of causal mixers, layers and stacks: ``y = layer(x)``, with a state on request.
 #
@@ -669,7 +669,9 @@ def _layer_config(name: str | Config, recipe: str) -> Any:
         raise KinformerError(f"name is of the type {type(name).__name__}; give the name of a member, or a config.")
     if name not in FAMILY:
         mixers = {**kinds()["encoder_mixer"], **kinds()["mixer"]}
-        return mixers[choose(name, [*FAMILY, *mixers], "layer")]()
+        names = [*FAMILY, *mixers]
+        if name in mixers or (name.lower() not in FAMILY and close_names(name, names)):
+            return from_dict(mixers[choose(name, names, "layer")], {"kind": name}, kinds(), "layer")
     record = member(name)
     layers = configure(record.name, recipe).layers
     return layers[min(record.layer, len(layers) - 1)]

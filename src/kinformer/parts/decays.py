@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +68,6 @@ class Fixed(FollowsHeads, Decay):
     """One constant decay a head (Sun et al. 2023, "Retentive Network", equation 8): gamma_h = 1 - 2^(-first - h) for
     heads h = 0, 1, ...; half of the state is left after 0.69 * 2^(first + h) tokens."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "fixed"
         ABOVE = {"first": 0}
@@ -99,7 +97,6 @@ class Sigmoid(Decay):
     as in the paper: S_t = a_t S_(t-1) + (1 - a_t) k_t v_t^T.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "sigmoid"
         ABOVE = {"temperature": 0}
@@ -128,7 +125,6 @@ class Softplus(Decay):
     (Mamba-2). ``log_rate`` [heads] is log A, and ``step`` [heads] is b.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "softplus"
         coupled: bool = False
@@ -169,7 +165,6 @@ class SoftplusChannels(Decay):
 
     by_channel = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "softplus_channels"
         rank: int | None = None
@@ -212,7 +207,6 @@ class LowRank(Decay):
 
     by_channel = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(DecayConfig):
         kind = "low_rank"
         LEAST = {"rank": 1}

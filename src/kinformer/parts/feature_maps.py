@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,7 +22,6 @@ class Identity(FeatureMap):
 
     signed = negative = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "identity"
 
@@ -34,7 +32,6 @@ class Identity(FeatureMap):
 class Elu(FeatureMap):
     """The feature map elu(x) + 1 (Katharopoulos et al. 2020, equation 7): positive, smooth, linear for large x."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "elu"
 
@@ -45,7 +42,6 @@ class Elu(FeatureMap):
 class Relu(FeatureMap):
     """ReLU features: max(x, 0). A token whose features all vanish writes and reads nothing."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "relu"
 
@@ -62,7 +58,6 @@ class Dpfp(FeatureMap):
     one) with r_(j-i): a permutation of the same features.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "dpfp"
         nu: int = 1
@@ -91,7 +86,6 @@ class Quadratic(FeatureMap):
 
     negative = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "quadratic"
         LEAST = {"c": 0}  # its root is a feature
@@ -117,7 +111,6 @@ class Nested(FeatureMap):
 
     bounded = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         inner: FeatureMapConfig = Identity.Config()
         eps: float
@@ -156,7 +149,6 @@ class Unit(Nested):
     phi(x) / sqrt(|phi(x)|^2 + eps) for the features phi of ``inner``.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(Nested.Config):
         kind = "unit"
         eps: float = 1e-6
@@ -172,7 +164,6 @@ class SumNormalised(Nested):
     ``eps`` guards tokens whose features all vanish (the authors' code had none at first, then 1e-5).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(Nested.Config):
         kind = "sum_normalised"
         inner: FeatureMapConfig = Dpfp.Config()
@@ -236,7 +227,6 @@ class Favor(FeatureMap, Resampled):
 
     weight: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "favor"
         features: int | None = None
@@ -310,7 +300,6 @@ class RandomFourier(FeatureMap, Resampled):
 
     weight: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(FeatureMapConfig):
         kind = "random_fourier"
         features: int | None = None
@@ -362,7 +351,6 @@ class RandomFourier(FeatureMap, Resampled):
 # Kernel attention to all tokens of a sequence at once: a quotient of two sums.
 
 
-@dataclass(frozen=True, kw_only=True)
 class QuotientConfig(Config):
     """The fields of a mixer that attends to all tokens at once by features.
 

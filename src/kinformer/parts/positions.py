@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,7 +17,6 @@ from kinformer.runtime.errors import KinformerError
 class NoPosition(Position):
     """No position encoding: order enters only through causality. Every hook returns its tensors unchanged."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "none"
 
@@ -47,7 +45,6 @@ class Sinusoidal(Position):
     The layout ``split`` has the same numbers, all sines before all cosines, as tensor2tensor and Marian have them.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "sinusoidal"
         bounded_by_training = True
@@ -70,7 +67,6 @@ class Learned(Position):
     """Learned absolute positions (Gehring et al. 2017; GPT-2): a table [max_length, dim] is added to the token
     embeddings. A position at or beyond ``max_length`` is refused."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "learned"
         bounded_by_training = True
@@ -103,7 +99,6 @@ class LearnedPerLayer(Position):
     added to its input. The sum enters the residual stream, so later layers see the tables of all earlier layers. A
     position at or beyond ``max_length`` is refused."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "learned_per_layer"
         bounded_by_training = True
@@ -139,7 +134,6 @@ class Timing(Position):
     Angles are computed in float64.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "timing"
         bounded_by_training = True
@@ -249,7 +243,6 @@ class ComplexOrder(nn.Embedding):
     where they are ``random``, evenly between -pi and pi, from 0.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(EmbeddingConfig):
         kind = "complex_order"
         bounded_by_training = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,7 +37,6 @@ from kinformer.runtime.errors import KinformerError
 # Which tokens are the slots, and which pairs a query sees, is the mixer's.
 
 
-@dataclass(frozen=True, kw_only=True)
 class FactorsConfig(Config):
     """What the configs of such mixers share: the sizes of the decomposition."""
 
@@ -79,7 +77,6 @@ class MultiHead(Projection):
     The projection x [batch, time, dim] -> q, k, v [batch, num_heads, time, head_dim], in one product.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "multi_head"
         bias: bool = True
@@ -114,7 +111,6 @@ class MultiHeadGlobal(MultiHead):
     through ``of_global``, in its query and in the keys and values of all tokens.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "multi_head_global"
         bias: bool = True
@@ -133,7 +129,6 @@ class Grouped(Projection):
     The projection to q [batch, num_heads, time, head_dim] and k, v [batch, num_kv_heads, time, head_dim].
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "grouped"
         num_kv_heads: int = 1
@@ -168,7 +163,6 @@ class Grouped(Projection):
         return k, v
 
 
-@dataclass(frozen=True, kw_only=True)
 class AroundConfig(ProjectionConfig):
     """The base of configs of a projection around another one, ``inner``."""
 
@@ -309,7 +303,6 @@ class Convolved(Projection):
     ``weight[0]`` weighs the token itself.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(AroundConfig):
         kind = "convolved"
         width: int = 3
@@ -369,7 +362,6 @@ class SharedQK(Projection):
     ``weight[0]`` weighs the token itself.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "shared_qk"
         width: int = 3
@@ -418,7 +410,6 @@ class Normalised(Projection):
     each (by_head), or all heads' (heads). ``weight``: whether w_q and w_k are learnt, or 1.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(AroundConfig):
         kind = "normalised"
         over: Literal["head", "heads", "by_head"] = "head"
@@ -489,7 +480,6 @@ class Complex(Projection):
     dim / 2 and head_dim / 2 complex numbers.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ProjectionConfig):
         kind = "complex"
         shared: bool = True  # one set of weights for both parts
@@ -562,7 +552,6 @@ class KVShift(Projection):
     The projection whose ``shift`` maps a token to a_t and b_t, one of each for every head of keys.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(AroundConfig):
         kind = "kv_shift"
 
@@ -654,7 +643,6 @@ Method = Literal["learned", "mean", "max", "convolution"]
 LengthSharing = Literal["none", "heads", "keys_values"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class SummariesConfig(Config):
     """The fields of a mixer whose keys and values are summaries of a sequence.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -53,7 +52,6 @@ class Rope(Position):
     Angles are computed in float64, and rotations in the activations' dtype.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "rope"
         bounded_by_training = True
@@ -202,7 +200,6 @@ class Alibi(FollowsHeads, Position):
     between the two is intended. Biases are in float64, on both sides of a query.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PositionConfig):
         kind = "alibi"
 
@@ -246,7 +243,6 @@ class T5(Position):
     query; otherwise these keys share the first bucket.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadsConfig):
         kind = "t5"
         num_buckets: int = 32
@@ -313,7 +309,6 @@ class DistanceKeys(Position):
 
     one_sided = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadsConfig):
         kind = "distance_keys"
         bounded_by_training = True
@@ -343,7 +338,6 @@ class Shaw(Position):
     head_dim], whose row r + k belongs to r.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadsConfig):
         kind = "shaw"
         LEAST = {"max_distance": 1}
@@ -393,7 +387,6 @@ class TransformerXL(Position):
     per layer. Beyond ``clamp`` distances count as ``clamp`` (None: no limit).
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadsConfig):
         kind = "xl"
         LEAST = {"clamp": 1}
@@ -494,7 +487,6 @@ class DistanceAware(Position):
     is spread over the heads from -spread to spread, and v is 0.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(HeadsConfig):
         kind = "distance_aware"
         spread: float = 0.1

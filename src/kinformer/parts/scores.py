@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from kinformer.runtime.errors import KinformerError
 class ScaledDot(Score):
     """Scaled dot product (Vaswani et al. 2017, equation 1): q . k times ``scale``, by default 1 / sqrt(head_dim)."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "scaled_dot"
         scale: float | None = None
@@ -31,7 +29,6 @@ class ScaledDot(Score):
 class Dot(Score):
     """Plain dot product (Luong et al. 2015, equation 8, "dot"): q.k. T5 too, which leaves the scale to weights."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "dot"
 
@@ -43,7 +40,6 @@ class Bilinear(Score):
     """Bilinear score (Luong et al. 2015, equation 8, "general"): q^T W k with a matrix W per head, ``weight`` [heads,
     head_dim, head_dim]. It begins as the scaled dot product."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "bilinear"
 
@@ -65,7 +61,6 @@ class Capped(Score):
 
     form = "capped"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "capped"
         ABOVE = {"cap": 0}
@@ -91,7 +86,6 @@ class SinkLogit(Score):
     is far below all scores, outputs equal the outputs of ``inner``.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "sink_logit"
         inner: ScoreConfig = ScaledDot.Config()
@@ -127,7 +121,6 @@ class Additive(Score):
 
     form = "additive"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "additive"
 
@@ -149,7 +142,6 @@ class Modulus(Score):
 
     form = "modulus"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(ScoreConfig):
         kind = "modulus"
         conjugate: bool = False
@@ -181,7 +173,6 @@ class SoftSpan(Following, Span, Regularized):
     update. ``span`` [heads] is each head's learnt share of ``max_span``, from 0 to 1.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SpanConfig):
         kind = "soft_span"
         LEAST = {"max_span": 1, "ramp": 1, "multiple": 1, "penalty": 0}
@@ -269,7 +260,6 @@ class DynamicSpan(Following, TokenSpan, Regularized):
     ``weight`` [heads, dim] and ``bias`` [heads] are v and b.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(SoftSpan.Config):
         kind = "dynamic_span"
         LEAST = {"state_penalty": 0}

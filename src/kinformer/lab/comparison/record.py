@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -192,7 +192,6 @@ class Measurement(TypedDict):
 SCHEMA = 2
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trial(Config):
     """A learning rate of the sweep and the deciding metric of its ``validation``, None where training diverged."""
 
@@ -200,7 +199,6 @@ class Trial(Config):
     validation: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Point(Config):
     """A point of a run's curve: a ``validation`` after ``step`` steps, ``seconds`` and ``flops``, None if unknown."""
 
@@ -210,7 +208,6 @@ class Point(Config):
     flops: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class SeedRun(Config):
     """One run: the deciding metric on the ``test`` split, all ``test_metrics``, its ``curve`` of validations, the test
     metric at lengths of context, and the command that repeats it."""
@@ -225,7 +222,6 @@ class SeedRun(Config):
     command: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class EntrantRecord(Config):
     """The results of one entrant by stage; a missing measurement is None. ``moved``: a sentence about an optimum at an
     end of the sweep. ``error``: the reason why the entrant is out."""
@@ -255,7 +251,6 @@ class EntrantRecord(Config):
         return tuple(run.test for run in self.runs)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Comparison(Config):
     """A comparison of entrants on one task and data; ``budget`` and ``settings`` repeat the command."""
 

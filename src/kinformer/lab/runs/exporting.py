@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, SourceModel, WholeModel
 from kinformer.family.table import member as member_called
-from kinformer.generation.weights import Leaf, use_package
+from kinformer.generation.recording import Leaf, use_package
 from kinformer.interop import graphs
 from kinformer.interop.architecture import Padding
 from kinformer.interop.settings import TOKENIZER, labels_of

@@ -36,7 +36,6 @@ class RandomBlocks(ChosenBlocks):
     head: int = 0
     total: int | None = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; ``num_heads``: the number of heads with different draws; None: all heads share one draw."""
 
@@ -110,7 +109,6 @@ class BigBird(Unsized):
     name = "big_bird"
     option = "length"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``block`` tokens are a block; a query sees its block, the two beside it, and ``random`` others.
 
@@ -301,7 +299,6 @@ def general_plan(blocks: int, random: int, seed: int, heads: int) -> Table:
 # Patterns of an image read as a sequence of cells.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Image1D(PatternConfig):
     """1D local attention of the Image Transformer (Parmar et al. 2018, section 3.3): a block and its neighbours.
 
@@ -371,7 +368,6 @@ class Image2D(Pattern):
 
     domain = "image"
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "image_2d"
         LEAST = {"flange_height": 0, "flange_width": 0}

@@ -83,7 +83,6 @@ class ChosenBlocks(Pattern):
 class Full(Band):
     """The full pattern: every token sees every token, for encoders and cross-attention; a decoder refuses it."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "full"
 
@@ -94,7 +93,6 @@ class Full(Band):
 class Causal(Band):
     """The causal pattern: every token sees itself and all earlier tokens, the pairs with 0 <= q - k."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "causal"
 
@@ -137,7 +135,6 @@ class PerHead(Pattern):
 
     patterns: tuple[Pattern, ...]
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "per_head"
         patterns: tuple[PatternConfig, ...]
@@ -194,7 +191,6 @@ def _farthest(bounds: list[int | None]) -> int | None:
     return max(finite_bounds) if len(finite_bounds) == len(bounds) else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Window(PatternConfig):
     """Sliding window on both sides (Beltagy et al. 2020, Longformer, section 3.1), with gaps where dilated.
 
@@ -229,7 +225,6 @@ class Local(Band):
     """The local window: every token sees itself, the ``window - 1`` tokens before it and the ``ahead`` tokens after it,
     the pairs with -ahead <= q - k < window. With ``ahead = 0`` a decoder stores window - 1 past tokens."""
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "local"
         LEAST = {"window": 1, "ahead": 0}
@@ -246,14 +241,12 @@ class Columns(Comb):
     With the positions in rows of ``stride``, these are the column above a token.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "columns"
         LEAST = {"stride": 1}
         stride: int = 128
 
 
-@dataclass(frozen=True, kw_only=True)
 class Strided(PatternConfig):
     """Strided attention of the Sparse Transformer (Child et al. 2019, section 4.3): a window and the columns.
 
@@ -281,7 +274,6 @@ class Blocks(Pattern):
     back: int = 0
     front: int = 0
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -321,7 +313,6 @@ class Summaries(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: the last ``summary`` keys of every ``segment``, or with ``skip`` the ``summary`` keys that end
         this many slices before.
@@ -365,7 +356,6 @@ class Summaries(Pattern):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Fixed(PatternConfig):
     """Fixed attention of the Sparse Transformer (Child et al. 2019, section 4.3): a segment, and summaries of all.
 
@@ -417,7 +407,6 @@ class Dilated(Comb):
     The pairs with q - k = d * dilation for -ahead <= d < window: the token and every ``dilation``-th before it.
     """
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``window`` and ``ahead`` count keys; ``dilations`` has one
         dilation per head, instead of ``dilation``."""
@@ -466,7 +455,6 @@ class Blockwise(ChosenBlocks):
     block: int
     permutation: tuple[int, ...]
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config: ``permutations`` are one per head (a single one holds for all heads); the paper's are shifts, as
         (1, 2, 0).
@@ -532,7 +520,6 @@ class Documents(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config, for boundaries that are equal in all rows (a chunk's ``reset`` marks boundaries of single rows).
         The pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
@@ -570,7 +557,6 @@ class Segments(Pattern):
     memory: int
     same_segment: bool = True
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         kind = "segments"
         LEAST = {"segment": 1, "memory": 0}
@@ -607,7 +593,6 @@ class Sinks(Pattern):
     count: int
     window: int
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; ``window`` counts the token itself."""
 
@@ -646,7 +631,6 @@ class GlobalTokens(Pattern):
 
     ahead = None
 
-    @dataclass(frozen=True, kw_only=True)
     class Config(PatternConfig):
         """The config; the pattern is two-sided, so a decoder takes it in an ``intersection`` with ``causal``."""
 
@@ -686,7 +670,6 @@ def _within(pattern: Pattern, window: int) -> Pattern:
 # Patterns of patterns, so that any expression of ``|``, ``&`` and ``~`` can be written as data.
 
 
-@dataclass(frozen=True, kw_only=True)
 class Union(PatternConfig):
     """The pairs that at least one of ``patterns`` allows."""
 
@@ -707,7 +690,6 @@ class Union(PatternConfig):
         return reduce(type(self).join, patterns)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Intersection(Union):
     """The pairs that all of ``patterns`` allow."""
 
@@ -715,7 +697,6 @@ class Intersection(Union):
     join = and_
 
 
-@dataclass(frozen=True, kw_only=True)
 class Complement(PatternConfig):
     """The pairs that ``pattern`` does not allow; a decoder takes it in an ``intersection`` with ``causal``."""
 
