@@ -59,7 +59,7 @@ class _Typed(type):
             cls.builds = owner
 
     def __call__(cls, *arguments: object, **values: object) -> Any:
-        types = _plain_field_types(cls)
+        types = _plain_field_types(typing.cast("type[Config]", cls))
         for name, value in values.items():
             kind = types.get(name, Any)
             if (names_part := _names_part(value) and _takes_part(kind)) or not _fits(kind, value):

@@ -88,7 +88,7 @@ class Member:
     def __post_init__(self) -> None:
         years = re.findall(r"\b(?:19|20)\d\d\b(?!\.\d)", self.paper)  # arXiv 2009.14794 is not of 2009
         if not self.year and not years:
-            raise KinformerError(f"member {self.name}: paper {self.paper!r} names no year; add it, or give year.")
+            raise KinformerError(f"the paper of the member {self.name!r} does not have a year; give year.")
         object.__setattr__(self, "year", self.year or int(years[0]))
 
     @property

@@ -275,8 +275,8 @@ def _narrow(model: nn.Module, bits: int) -> None:
             module.register_parameter("narrow", nn.Parameter(weight.new_empty(0), requires_grad=False))
             module.register_state_dict_pre_hook(_refuse_saving)
             module.register_load_state_dict_pre_hook(_refuse_saving)
-    for module in model.modules():
-        module._apply = partial(_refuse_moving, module)  # type: ignore[method-assign]
+    for part in model.modules():
+        part._apply = partial(_refuse_moving, part)  # type: ignore[method-assign]
     model.requires_grad_(False).eval()
     model.train = partial(_refuse_training, model)  # type: ignore[method-assign]
 

@@ -453,7 +453,7 @@ class Memorizing(HostDriven, Crosses, CausalMixer):
         seen = host_ints(before, 0)
         assert seen is not None
         impl = self.config.impl
-        assert impl != "sdpa" and impl != "flex"  # refused when it was built
+        assert impl != "sdpa" and impl != "flex" and impl != "triton"  # refused when it was built
         search = Search(self.config.search, self.config.topk, impl)
         outputs, after = [], []
         for rows, runs in self._runs(chunk, seen):

@@ -13,7 +13,7 @@ Scores, sums and gradients of tables are float32; operands are float16, bfloat16
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -468,7 +468,8 @@ def _(*call: *_Call) -> tuple[Tensor, Tensor]:
 )
 def _backward(grad: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, *call: *_Call) -> tuple[Tensor, ...]:
     """Return the gradients of q, q2, k, v, the tables and the decay, empty ones for absent arguments."""
-    work, (q, q2, k, v, *others) = _Work(*call), call[:_LEARNT]
+    work, learnt = _Work(*call), cast("tuple[Any, ...]", call[:_LEARNT])
+    q, q2, k, v, *others = learnt
     dq, dk, dv = (torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
     dq2 = None if q2 is None else torch.empty_like(dq)
     summed = [None if one is None else one.new_zeros(one.shape, dtype=torch.float32) for one in others]
@@ -496,8 +497,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Context, inputs: _Call, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.plain = *inputs[: _LEARNT + 2], inputs[_LEARNT + 2 :]
-    ctx.save_for_backward(*output, *tensors)
+    tensors, ctx.plain = inputs[: _LEARNT + 2], inputs[_LEARNT + 2 :]
+    ctx.save_for_backward(*output, *cast("tuple[Tensor | None, ...]", tensors))
 
 
 @first_order("Triton's attention")
