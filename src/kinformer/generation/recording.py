@@ -868,10 +868,10 @@ class PackagedStep:
     def begin(self, state: State) -> PackagedSteps | None:
         """Return steps from ``state`` on; None for a state of several sequences, or on another device than a CPU."""
         state = value(state)
-        given = list(tensors(state))
-        if len(given) != len(self.leaves) or any(x.device.type != "cpu" or x.shape[0] != 1 for x in given):
+        held = list(tensors(state))
+        if len(held) != len(self.leaves) or any(x.device.type != "cpu" or x.shape[0] != 1 for x in held):
             return None
-        filled = [leaf.filled(tensor) for leaf, tensor in zip(self.leaves, given, strict=True)]
+        filled = [leaf.filled(tensor) for leaf, tensor in zip(self.leaves, held, strict=True)]
         if not all(leaf.accepts(tensor) for leaf, tensor in zip(self.leaves, filled, strict=True)):
             return None
         return PackagedSteps(self, state, filled)
