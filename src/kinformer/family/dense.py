@@ -436,7 +436,7 @@ COMPLEX_ORDER = Member(
     paper="Wang et al. 2020, Encoding word order in complex embeddings (arXiv 1912.12333)",
     axes=("position", "score"),
     departures=(
-        "no translation: attention to a source has no complex projection",
+        "no translation: attention to a source does not have a complex projection",
         "a plain decoder around the embeddings and attention (the authors' language model is a Transformer-XL)",
         "the imaginary part of a product is re im' + im re' (the authors' language model takes re im' twice), its "
         "score is the modulus of the sum (theirs adds the moduli of content and position), the pre-norm keeps its "

@@ -101,7 +101,7 @@ def changed(
         x = tl.maximum(x, 0.0) * entries(factor + head * factor_step, d, lowest, count)
     if bias is not None:
         x += entries(bias + head * bias_step, d, lowest, count)
-    if keys is not None:  # noqa: SIM102  inside_table when the kernel is compiled
+    if keys is not None:  # noqa: SIM102  None or not is known when the kernel is compiled
         if (first < count) & (first + 2 * SIZE > 0):
             R = near(keys + head * keys_step, first, count, width, SIZE, WIDTH)
             x += scale * aligned(product(Q, tl.trans(R), tl.zeros([SIZE, 2 * SIZE], tl.float32)), SIZE)
@@ -171,7 +171,7 @@ def forward(
         )  # fmt: skip
         x = tl.where(visible(d, i, j, time, slots, behind, ahead, lookback, padding, row), x, -float("inf"))
         higher = tl.maximum(top, tl.max(x, 1))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # of a query that has seen nothing yet
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # a query without a visible key so far has top = -inf
         p = tl.exp(x - safe[:, None])
         shrunk = tl.exp(top - safe)
         total, top = total * shrunk + tl.sum(p, 1), higher
@@ -179,7 +179,7 @@ def forward(
             p = tl.where(retained(drawn, tl.load(columns + j, j < slots, 0), threshold), p * grown, 0.0)
         V = loaded(v, held, j < slots, wide, WIDE)
         result = product(p.to(V.dtype), V, result * shrunk[:, None])
-        if values is not None:  # noqa: SIM102  inside_table when the kernel is compiled
+        if values is not None:  # noqa: SIM102  None or not is known when the kernel is compiled
             if (first < count) & (first + 2 * SIZE > 0):
                 R = near(values + head * values_step, first, count, wide, SIZE, WIDE)
                 result = product(skewed(p, SIZE).to(R.dtype), R, result)
@@ -198,7 +198,7 @@ def slopes_of(
     FORM: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Return for one tile the probabilities after dropout, the slopes of the scores, of the scores before distances
-    change them, of q . k and of q2 . k, and what the factor multiplies."""
+    change them, of q . k and of q2 . k, and the scores that the factor multiplies."""
     x, slope, slope2 = raw(Q, Q2, K, scale, FORM, SIZE)
     positive = tl.maximum(x, 0.0)
     s = changed(
@@ -208,7 +208,7 @@ def slopes_of(
     seen = visible(d, i, j, time, slots, behind, ahead, lookback, padding, row)
     p = tl.where(seen, tl.exp(s - top[:, None]), 0.0)
     dp = product(Y, tl.trans(V), tl.zeros([SIZE, SIZE], tl.float32))
-    if values is not None:  # noqa: SIM102  inside_table when the kernel is compiled
+    if values is not None:  # noqa: SIM102  None or not is known when the kernel is compiled
         if (first < count) & (first + 2 * SIZE > 0):
             R = near(values + head * values_step, first, count, wide, SIZE, WIDE)
             dp += aligned(product(Y, tl.trans(R), tl.zeros([SIZE, 2 * SIZE], tl.float32)), SIZE)

@@ -92,7 +92,8 @@ class _Laid(torch.autograd.Function):
 class _Place(NamedTuple):
     """The places of the tokens of a tile. ``start`` [batch]: tokens of the carried sequence before the tile. ``number``
     [batch, time]: the index of a token's sequence in the tile. ``end`` [batch]: tokens of the last sequence after the
-    tile. ``last`` [batch, time]: the token is of the last sequence. ``stays`` [batch]: that is the carried one."""
+    tile. ``last`` [batch, time]: the token is of the last sequence. ``stays`` [batch]: the last sequence is the carried
+    sequence."""
 
     start: Tensor
     number: Tensor
