@@ -177,8 +177,8 @@ def test_an_lfm2_of_old_files(pairs, tmp_path):
     edit(folder, conv_bias=True)
     with pytest.raises(KinformerError, match="conv_bias is True, but only False can be imported"):
         read_checkpoint(folder)
-    edit(folder, conv_bias=False, block_ffn_dim_multiplier=None)  # then the width would not be rounded up
-    with pytest.raises(KinformerError, match="block_ffn_dim_multiplier is None, but must be a number above 0"):
+    edit(folder, conv_bias=False, block_ffn_dim_multiplier=0)
+    with pytest.raises(KinformerError, match="block_ffn_dim_multiplier is 0, but must be a number above 0"):
         read_checkpoint(folder)
 
 

@@ -531,9 +531,11 @@ def _lfm2(full: Settings) -> ConfigData:
     kinds = [FULL if exact is None or number in exact else CONV for number in numbers]
     kinds = kinds if full["layer_types"] is None else full.layer_types(FULL, CONV)
     if full.switch("block_auto_adjust_ff_dim"):
-        width, step = int(2 * full.integer("intermediate_size") / 3), full.integer("block_multiple_of")
-        width = int(full.positive("block_ffn_dim_multiplier") * width)
-        full = full.changed(intermediate_size=-(-width // step) * step)
+        width = int(2 * full.integer("intermediate_size") / 3)
+        if full["block_ffn_dim_multiplier"] is not None:  # without a factor the width is not rounded up either
+            step = full.integer("block_multiple_of")
+            width = -(-int(full.positive("block_ffn_dim_multiplier") * width) // step) * step
+        full = full.changed(intermediate_size=width)
     model = like_llama(full, normed=True, biases=(False, False), positions={FULL: rope(full, base=1e6)})
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == CONV:
