@@ -85,7 +85,7 @@ CALLS = [
     (lambda: kinformer.train("gpt", out="out", device="meta"), "device meta: does not hold values"),
     (lambda: kinformer.train("gpt", out="out", device=3), "device is 3 but must be text"),
     (lambda: kinformer.train("gpt", out="o" * 300), "cannot be made (File name too long); choose a folder"),
-    (lambda: kinformer.train("gpt", out="\0"), "cannot be made (embedded null byte); choose a folder"),
+    (lambda: kinformer.train("gpt", out="\0"), "; choose a folder with room and rights."),
     (lambda: kinformer.open_run("o" * 300), "o: is not a run folder"),
 ]
 

@@ -512,8 +512,11 @@ class ContinuedOutput(ModelOutput):  # type: ignore[misc]
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    cache: StateCache | None = None
-    past_key_values: StateCache | None = None
+    # One field: where it is "cache", transformers writes what is given as "past_key_values" to it, None too.
+    if CACHE == "cache":
+        cache: StateCache | None = None
+    else:
+        past_key_values: StateCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     encoder_last_hidden_state: Tensor | None = None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from kinformer.core.contract import state_dtype
 from kinformer.core.pattern import ALL, SOME, Boxes, Pattern
@@ -19,6 +18,9 @@ from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, query_positions, with_sink
 from kinformer.runtime.autograd import Context, check_reverse, first_order, transformed
 from kinformer.runtime.errors import KinformerError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Softmax attention by torch's ``scaled_dot_product_attention``: bands and sets, with a dense mask where need be.
 #
@@ -215,6 +217,9 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
 
     Errors: rows at different positions, or with a reset in mid-chunk; float64 on a GPU.
     """
+    # Where it is used: PyTorch 2.14's module imports SymPy, which takes a second.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     assert visibility.pattern is not None
     if q.dtype == torch.float64 and q.device.type == "cuda":
         raise KinformerError("attention: impl='flex' does not take float64 on a GPU; use impl='chunked'.")
@@ -238,6 +243,8 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
 
 @cache
 def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)
 
 
@@ -275,6 +282,8 @@ def _score(scoring: Scoring, past: int, padding: Tensor | None, dtype: torch.dty
 @lru_cache(maxsize=64)
 def _block_mask(pattern: Pattern, interval: Interval, heads: int, device: str) -> BlockMask:
     """Sort the blocks of pairs into empty, partial and full ones (per head where heads differ) for ``BlockMask``."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     count = pattern.num_heads or 1
     covers = np.stack([_cover(pattern.at(head), interval) for head in range(count)])
     partial, full = (_indices(torch.from_numpy(covers == kind)) for kind in (SOME, ALL))
