@@ -15,6 +15,8 @@ from kinformer.runtime.errors import spelled
 
 USUAL = re.compile(r"the recipe (.*) is trained by the usual settings: (.*)")
 """The departure of recipes without a training."""
+UNCONFIRMED = re.compile(r"(?:the training|the number of steps and rows) of the recipe (.*) is not confirmed .*")
+RECALLED = " (not confirmed against the paper)"
 ANSWER = re.compile(r"(Yes|No): ")
 """The answer of a verdict to the question of its page, which may ask for the opposite of the claim."""
 
@@ -27,11 +29,12 @@ def generate(docs: Path) -> None:
         "(papers)=\n# Papers: claims and recipes",
         f"Of {len(claims)} claims of papers that we measured, {count['yes']} hold at the sizes that we train, "
         f"{count['partly']} hold in part, and {count['no']} do not. Most papers train far larger models for far "
-        "longer; a claim that does not hold here may hold there.",
+        "longer; a claim that does not hold here may hold there. Claims without a figure are in our words.",
         table(("member", "claim", "in the paper", "here", "holds", "command"), claims),
         "## Recipes",
         "A recipe whose name begins with paper has the sizes of its paper, and the training that the paper or the "
-        "authors' code states. `kinformer train MEMBER --recipe paper` uses both; an option on the command line wins.",
+        "authors' code states, unless the table says that it is not confirmed. `kinformer train MEMBER --recipe paper` "
+        "uses both; an option on the command line wins.",
         table(("member", "recipe", "training", "source"), _recipes()),
     )
     write(docs / "results" / "papers.md", text)
@@ -45,7 +48,7 @@ def _claims() -> Iterator[tuple[str, ...]]:
         yield (
             _link(row["member"]),
             escaped(row["claim"]),
-            escaped(row["there"]),
+            escaped(row["there"] + RECALLED * row.get("recalled", False)),
             f"[{verdict[0].upper()}{verdict[1:]}]({result.name}.md)",
             row["holds"],
             f"`benchmarks/{result.call}`",
@@ -54,17 +57,22 @@ def _claims() -> Iterator[tuple[str, ...]]:
 
 def _recipes() -> Iterator[tuple[str, ...]]:
     for name, record in MEMBERS.items():
-        matches = filter(None, (USUAL.fullmatch(spelled(each)) for each in record.departures))
-        without = {recipe: match[2] for match in matches for recipe in match[1].split(", ")}
+        departures = [spelled(each) for each in record.departures]
+        without = {recipe: match[2] for match in map(USUAL.fullmatch, departures) if match for recipe in _names(match)}
+        recalled = {recipe for match in map(UNCONFIRMED.fullmatch, departures) if match for recipe in _names(match)}
         for recipe in record.recipes:
             if recipe.startswith("paper"):
                 words = _words(record.training.get(recipe, {}))
                 yield (
                     _link(name),
                     recipe,
-                    escaped(words or f"the usual settings: {without[recipe]}"),
+                    escaped((words or f"the usual settings: {without[recipe]}") + RECALLED * (recipe in recalled)),
                     escaped(record.paper),
                 )
+
+
+def _names(match: re.Match[str]) -> list[str]:
+    return match[1].split(", ")
 
 
 def _words(training: Mapping[str, Any]) -> str:

@@ -81,6 +81,35 @@ def test_every_recipe_of_a_paper_brings_its_training_or_says_so(name):
     assert papers - record.training.keys() == told
 
 
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_training_that_is_not_confirmed_exists(name):
+    record = MEMBERS[name]
+    for departure in map(spelled, record.departures):
+        if match := re.fullmatch(r".* of the recipe (.*) is not confirmed against the paper", departure):
+            assert set(match[1].split(", ")) <= record.training.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "last"),
+    [
+        ("swin", "paper", 1e-5),
+        ("deit", "paper-384", 5e-6),
+        ("convformer", "paper", 1e-5),
+        ("compressive", "paper", 1e-6),
+        ("adaptive-span", "paper", 0.07),
+        ("adaptive-span", "paper-large", 0.007),
+        ("sha-rnn", "paper", 1e-3),
+        ("big-bird", "paper", 0.0),
+    ],
+)
+def test_the_learning_rate_ends_as_in_the_authors_code(name, recipe, last):
+    settings = stages_of(
+        Settings(**{key: value for key, value in MEMBERS[name].training[recipe].items() if hasattr(Settings, key)})
+    )[-1].settings
+    ends = settings.lr if settings.schedule == "constant" else settings.lr * settings.min_lr_ratio
+    assert ends == pytest.approx(last)
+
+
 def test_a_recipe_of_a_paper_brings_its_augmentation():
     """DeiT's recipe changes images as in its table 9, unless another task trains it or options say otherwise."""
 

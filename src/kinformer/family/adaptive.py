@@ -10,10 +10,11 @@ from kinformer.family.record import (
     Recipe,
     Settings,
     drop,
+    noam,
     part,
     sizes,
     translating,
-    usual_training,
+    unconfirmed,
 )
 
 # Universal Transformer: one layer is applied several times, to each token as often as the token needs.
@@ -49,12 +50,15 @@ UNIVERSAL = Member(
         "vector that other tokens see continues to change (stack.halting.halted=evolving)",
         "halting weights begin at zero, so that at first all tokens take equally many steps",
         "recipe small has as many layers as other members of that budget, used twice",
-        usual_training("paper", "paper-post-norm", "paper-act"),
     ),
     exact_limit="without halting (stack.halting=null) a stack of tied layers of exact attention",
     parity=("tensor2tensor: adaptive computation time (tests/stacks/test_universal.py)",),
     use_when="a problem needs the same step again and again, and tokens need different numbers of steps",
     avoid_when="text is plain: untied layers learn more in the same time",
+    training={  # tensor2tensor's universal_transformer_base
+        name: noam(1024, 8000, lr=2 * 1024**-0.5 * 8000**-0.5, beta2=0.997)
+        for name in ("paper", "paper-post-norm", "paper-act")
+    },
     recipes={
         "tiny": Recipe(32, 1, 2, _LEARNED, stack=_stack(3, -0.5)),
         "small": Recipe(256, 4, 4, _UNIVERSAL, stack=_stack(2)),
@@ -105,11 +109,15 @@ DEPTH_ADAPTIVE = Member(
         "source; other rules can be used there, too (stack.rule=geometric)",
         "one run of training, which the loss of the exit rule joins half-way (stack.rule.since); two in the paper",
         "no dropout outside of the recipes paper",
-        usual_training("paper", "paper-multinomial", "paper-tied", "paper-mixed"),
+        "the recipes paper have the usual learning rate: the paper does not state it",
     ),
     exact_limit="without a rule (stack.rule=null) it is exact attention of all layers",
     use_when="easy tokens should leave early, by a learnt rule",
     avoid_when="tokens use most layers anyway: one exit for all tokens is as good",
+    training={  # section 4.1: 8,000 tokens in a batch
+        name: {"steps": 50_000, "batch_size": 16, "length": 512, "weight_decay": 0.0, "clip": 3.0}
+        for name in ("paper", "paper-multinomial", "paper-tied", "paper-mixed")
+    },
     recipes={
         "tiny": Recipe(32, 3, 2, _exits("geometric")),
         "small": Recipe(256, 4, 4, _exits("geometric")),
@@ -142,6 +150,8 @@ def _paper(rule: str) -> Recipe:
     return Recipe(512, 8, 6, settings, {"mixer.head_dim": 64}, hidden_dim=1024, vocab_size=32128)
 
 
+_PAPERS = ("paper", "paper-saturation", "paper-classifier")
+
 CALM = Member(
     name="calm",
     title="CALM (confident early exits, calibrated)",
@@ -154,13 +164,13 @@ CALM = Member(
         "a skipped layer absorbs the vector at the token's exit; in the authors' code the vector at the first exit",
         "a threshold decays with the position in the sequence, prompt included; in the authors' code it does not",
         "the classifier is trained together with the model, without an effect on it; in the paper in a separate stage",
+        unconfirmed(*_PAPERS),
     ),
     exact_limit="without thresholds, or with thresholds above 1, it is exact attention of all layers",
     use_when="generation should be faster within a risk that you set",
     avoid_when="every bit of quality counts",
     training={  # section 4: T5's optimiser
-        name: {**T5_TRAINING, "steps": 500_000, "lr": 1e-3, "schedule": "constant", "warmup": 0}
-        for name in ("paper", "paper-saturation", "paper-classifier")
+        name: {**T5_TRAINING, "steps": 500_000, "lr": 1e-3, "schedule": "constant", "warmup": 0} for name in _PAPERS
     },
     recipes={
         "tiny": Recipe(32, 3, 2, _calm()),
@@ -200,6 +210,8 @@ _PAPER: Settings = {
     "vocab_size": 205,
 }
 
+_TENTH = ({"steps": 150_000, "lr": 0.07, "warmup": 32_000}, {"lr": 0.007, "warmup": 0})
+
 ADAPTIVE_SPAN = Member(
     name="adaptive-span",
     title="Adaptive attention span",
@@ -215,7 +227,7 @@ ADAPTIVE_SPAN = Member(
         "the dynamic span, which depends on the token, is a separate recipe (dynamic); it reads tokens divided "
         "by their root mean square, so that a bound of all spans follows from the weights and cuts the state, and the "
         "bound costs as much as the spans (state_penalty); as published: span.state_penalty=0 and span.bounded=false",
-        "no dropout unless asked for",
+        "no dropout unless asked for (the authors: 0.3, and 0.4 in the recipe paper-large)",
     ),
     exact_limit="spans of max_span: exact attention to the last max_span tokens, with a vector for every distance",
     needs={"segments": True},
@@ -226,8 +238,9 @@ ADAPTIVE_SPAN = Member(
     results=("dynamic_spans",),
     use_when="most heads need little context, and each head should cost only its span",
     avoid_when="spans are known in advance: `local` is simpler and faster",
-    training={  # section 3
+    training={  # the authors' scripts of enwik8; the large model learns at a tenth of the rate at the end
         name: {
+            **ends,
             "batch_size": 64,
             "length": 512,
             "optimizer": "adagrad",
@@ -237,7 +250,10 @@ ADAPTIVE_SPAN = Member(
             "warmup": 32_000,
             "weight_decay": 0.0,
         }
-        for name in ("paper", "paper-large")
+        for name, ends in (
+            ("paper", {"steps": 600_000}),
+            ("paper-large", {"steps": 170_000, "stages": _TENTH}),
+        )
     },
     recipes={
         **sizes(_span(1024), tiny=_span(16, **_TINY)),

@@ -13,8 +13,10 @@ from kinformer.family.record import (
     part,
     sizes,
     translating,
+    unconfirmed,
     usual_training,
     words_training,
+    xl_training,
 )
 
 # GPT: the plain decoder, what every other member is compared with.
@@ -191,6 +193,7 @@ _PRIMER: Settings = {
 }
 _WHOLE: Settings = {"mixer.projection": "shared_qk", "layers.*.feed_forward_residual": "res_post"}
 """Queries are made of the keys, and norms stand behind feed-forwards."""
+_PAPERS = ("paper", "paper-medium", "paper-whole")
 
 PRIMER = Member(
     name="primer",
@@ -203,6 +206,7 @@ PRIMER = Member(
         "over x (x - mean) is a layer norm's exactly)",
         "scores are divided by sqrt(head_dim), which the authors leave to the initial weights",
         "no dropout, as in the paper's language models",
+        unconfirmed(*_PAPERS),
     ),
     exact_limit="a convolution of (1, 0, 0) is exact attention, with T5's relative biases",
     parity=(
@@ -211,7 +215,7 @@ PRIMER = Member(
     use_when="you want the convolutions of q, k and v and the squared ReLU that its authors' search chose",
     avoid_when="steps must be the fastest",
     training={  # the authors' README, for C4
-        name: {**T5_TRAINING, "steps": 1_000_000} for name in ("paper", "paper-medium", "paper-whole")
+        name: {**T5_TRAINING, "steps": 1_000_000} for name in _PAPERS
     },
     recipes={
         **sizes(_PRIMER),
@@ -243,6 +247,7 @@ DEEP_CHAR = Member(
         "evaluation scores every token of a window; the authors' moves it by one character with all 512 before it "
         "(ask for it by a context and an overlap)",
         "no dropout outside of the recipes paper",
+        unconfirmed("paper", "paper-t12"),
     ),
     exact_limit="is exact attention; with tables of zeros it is attention without positions",
     needs={"tokenizer": "bytes"},
@@ -319,7 +324,7 @@ ALIBI = Member(
         "embeddings and softmax over the vocabulary are not adaptive",
         "GELU, but the recipe paper, which has ReLU as published",
         "no dropout unless asked for",
-        "paper: momentum without Nesterov's step, and one cosine (the authors': several)",
+        "paper: momentum without Nesterov's step",
     ),
     exact_limit="slopes of zero: exact attention without positions",
     parity=("the authors' code, in float64 (tests/positions/test_golden.py)",),
@@ -343,6 +348,7 @@ SHAW = Member(
         "a decoder alone (the paper translates with an encoder and a decoder)",
         "pre-norm with GELU, but the recipes paper and paper-big, which are post-norm with ReLU as published",
         "products have biases",
+        unconfirmed("paper", "paper-big"),
         "no dropout unless asked for",
     ),
     exact_limit="tables of zeros: exact attention without positions",
@@ -379,6 +385,7 @@ T5 = Member(
         "all products begin as N(0, 0.02), those into the residual stream smaller with depth; T5 scales each by its "
         "width, the queries' by sqrt(head_dim) more, and its tied head by 1 / sqrt(dim)",
         "no dropout unless asked for",
+        "the rate of the recipes paper rises in the first 10,000 steps (the paper: 0.01 from the first step on)",
     ),
     exact_limit="equal biases in all buckets: exact attention without positions, except for the scale",
     parity=("T5 of transformers 4.57 (tests/positions/test_golden.py)",),
@@ -445,7 +452,7 @@ COMPLEX_ORDER = Member(
         "dim is the width of the stream [real; imaginary]: half as many complex numbers, so that the recipe small is "
         "twice as wide as other members' at as many weights",
         "pre-norm in all recipes but paper; frequencies are learned as offsets from their first values",
-        usual_training("paper"),
+        "no dropout unless asked for (the authors: 0.1)",
     ),
     exact_limit="frequencies of 0 and imaginary parts of 0: attention to the absolute value of the real product",
     parity=(
@@ -454,6 +461,7 @@ COMPLEX_ORDER = Member(
     ),
     use_when="you study embeddings whose order is a phase",
     avoid_when="quality per minute counts: it is among the last members there",
+    training={"paper": xl_training(400_000, 22, 512)},  # the authors' script of text8
     recipes={
         "tiny": Recipe(32, 2, 2, _COMPLEX, hidden_dim=64),
         "small": Recipe(512, 4, 4, _COMPLEX, hidden_dim=1024),

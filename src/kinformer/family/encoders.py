@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kinformer.family.record import ENCODER, Member, Recipe, Settings, part, sizes, usual_training
+from kinformer.family.record import ENCODER, Member, Recipe, Settings, part, sizes, unconfirmed, usual_training
 
 # BERT: the plain encoder, the baseline of the encoders of long documents.
 
 _BERT: Settings = ENCODER | {"position": part("learned", max_length=512)}
 _LONG: Settings = ENCODER | {"position": part("learned", max_length=4096)}
 _PUBLISHED: Settings = {"vocab_size": 30522, "input": part("tokens", types=2)}
+_BERT_RATES: Settings = {
+    "lr": 1e-4, "schedule": "linear", "warmup": 10_000, "beta2": 0.999, "min_lr_ratio": 0.0, "weight_decay": 0.01,
+    "clip": 1.0,
+}  # fmt: skip
+
+_ROBERTA_RATES: Settings = _BERT_RATES | {"lr": 5e-4, "beta2": 0.98, "clip": 0.0}
+"""The rates of RoBERTa in its authors' code."""
 
 BERT = Member(
     name="bert",
@@ -31,19 +38,7 @@ BERT = Member(
     use_when="texts of up to some hundred tokens are classified, or masked tokens predicted",
     avoid_when="texts are long, or are to be continued",
     training={  # appendix A.2
-        name: {
-            "steps": 1_000_000,
-            "batch_size": 256,
-            "length": 512,
-            "lr": 1e-4,
-            "schedule": "linear",
-            "warmup": 10_000,
-            "beta2": 0.999,
-            "min_lr_ratio": 0.0,
-            "weight_decay": 0.01,
-            "clip": 1.0,
-        }
-        for name in ("paper", "paper-large")
+        name: {**_BERT_RATES, "steps": 1_000_000, "batch_size": 256, "length": 512} for name in ("paper", "paper-large")
     },
     recipes={
         **sizes(_BERT, tiny={"position.max_length": 128}, benchmark=_LONG),
@@ -80,6 +75,7 @@ BIG_BIRD = Member(
         "texts of any length: the last block of each text may be short",
         "the tables are the same in training and evaluation",
         "the paper's 2 global blocks are the first and the last, as in the authors' code",
+        unconfirmed("paper", "paper-etc", "paper-large", what="the number of steps and rows"),
         "the extended construction, whose code is not published, takes the authors' tables of random blocks",
         "no dropout unless asked for",
     ),
@@ -91,8 +87,8 @@ BIG_BIRD = Member(
     ),
     use_when="long documents need far links besides a window and global tokens",
     avoid_when="texts have fewer than a few thousand tokens: its blocks cover everything then",
-    training={  # appendix E.1
-        name: {"steps": 500_000, "batch_size": 256, "length": 4096, "lr": 1e-4, "beta2": 0.999, "weight_decay": 0.01}
+    training={  # the authors' code; steps and batch: appendix E.1
+        name: {**_BERT_RATES, "steps": 500_000, "batch_size": 256, "length": 4096}
         for name in ("paper", "paper-etc", "paper-large")
     },
     recipes={
@@ -178,6 +174,7 @@ ETC = Member(
         "long and global input are normed by one layer norm at the embedding",
         "no dropout unless asked for",
         "paper and paper-large bring the authors' optimiser and batch, and the usual schedule",
+        unconfirmed("paper", "paper-large"),
     ),
     exact_limit="window >= length, shared output projection and relations of nothing (over global and long input)",
     use_when="documents have structure (sentences, questions) that a global input can stand for",
@@ -208,6 +205,8 @@ def _longformer(windows: Sequence[int], global_tokens: int = 1) -> Settings:
     }
 
 
+_RISE: Settings = {"lr": 3e-5, "warmup": 500, "schedule": "cosine"}
+
 LONGFORMER = Member(
     name="longformer",
     title="Longformer",
@@ -220,6 +219,7 @@ LONGFORMER = Member(
         "any length, no padding to a multiple of the window",
         "dilation on a CPU and in training (`set` layers.*.mixer.pattern.dilation); the authors' is a GPU kernel",
         "the first token is global unless kinds say otherwise",
+        "paper: the rate falls as a cosine (the authors': as the third power of the steps left)",
         "the language model of characters, with its windows, dilated heads and five phases, is the recipe "
         "paper-longformer of the member local",
     ),
@@ -231,7 +231,7 @@ LONGFORMER = Member(
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
     training={  # section 5: masked language modelling that continues from RoBERTa
-        name: {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "beta2": 0.999}
+        name: _ROBERTA_RATES | {"steps": 65_000, "batch_size": 64, "length": 4096, **_RISE}
         for name in ("paper", "paper-large")
     },
     recipes={
@@ -270,12 +270,15 @@ LINFORMER = Member(
         "windows of a mean or a convolution that begin beyond the end of a text are not attended to",
         "bytes are the default vocabulary",
         "no dropout unless asked for",
-        usual_training("paper", "paper-heads"),
+        "paper: the usual batch (the authors': from 64 devices, of a size that the paper does not state)",
     ),
     exact_limit="rank = max_length = length with E = F = 1, or windows of one token",
     parity=("another implementation, in float64 (tests/mixers/test_linformer.py)",),
     use_when="all texts have nearly one length and speed counts",
     avoid_when="lengths vary, or exactness counts: its projections are the same for every text",
+    training={  # section 5.1, and RoBERTa's settings, as the authors' code has them
+        name: _ROBERTA_RATES | {"steps": 250_000, "length": 512} for name in ("paper", "paper-heads")
+    },
     recipes={
         **sizes(tiny=_linformer(16, 128), small=_linformer(128, 512), benchmark=_linformer(256, 4096)),
         "paper": Recipe(768, 12, 12, _linformer(256, 512), vocab_size=50265),

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from kinformer.family.record import POST_NORM, Member, Recipe, Settings, llama, part, sizes, translating, usual_training
+from kinformer.family.record import (
+    POST_NORM,
+    Member,
+    Recipe,
+    Settings,
+    llama,
+    part,
+    sizes,
+    translating,
+    usual_training,
+    xl_training,
+)
 
 _RELU: Settings = {"activation": "relu"}
 
@@ -85,6 +96,8 @@ FAST_WEIGHTS = Member(
         "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
         "the sum normalisation adds 1e-5 to the sum (the authors' language models had none at first)",
         "the softmax over the vocabulary is not adaptive",
+        "paper: 96 rows in a batch make the paper's 120 epochs (the authors' script: 8 a device); no dropout (theirs: "
+        "0.1)",
         "outer products through an activation (equations 1 to 3) are the recipes outer, whose tokens are computed one "
         "after the other",
     ),
@@ -94,7 +107,7 @@ FAST_WEIGHTS = Member(
     use_when="facts are overwritten, and the state must stay constant",
     avoid_when="training must be the fastest: a plain sum is faster, and `gated-deltanet` forgets as well",
     training={  # the authors' scripts of WikiText-103
-        "paper": {"steps": 500_000, "length": 256, "lr": 2.5e-4, "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.25}
+        "paper": xl_training(500_000, 96, 256, warmup=2000)
     },
     recipes={
         **sizes(_FAST_WEIGHTS, benchmark=_RELU),
@@ -196,6 +209,11 @@ def _retnet(value_dim: int | None) -> Settings:
     }
 
 
+_RETNET_TRAINING: Settings = {  # section 3.1: batches of 4 million tokens
+    "steps": 25_000, "batch_size": 2048, "length": 2048, "lr": 6e-4, "schedule": "linear", "warmup": 375,
+    "beta2": 0.98, "weight_decay": 0.05, "clip": 2.0,
+}  # fmt: skip
+
 RETNET = Member(
     name="retnet",
     title="RetNet (retention)",
@@ -205,6 +223,7 @@ RETNET = Member(
     departures=(
         "positions turn queries and keys by the paper's angles, 10000^(-2 i / head_dim) (the authors' code spaces them "
         "from 1 to 1 / 10000); neither has xPos's growing scale, as the decay takes its place",
+        "the recipe paper is without dropout (the authors': 0.1)",
         "retention scores are not normalised row by row: the norm of heads behind them undoes any factor",
         "a GELU feed-forward, and layer norms (the authors' later code has gated ones, and RMS norms)",
     ),
@@ -212,18 +231,7 @@ RETNET = Member(
     parity=("flash-linear-attention's RetNet, whole (tests/interop/test_fla_folders.py)",),
     use_when="you want a constant state, stable over any length, with the simplest decay",
     avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
-    training={  # section 3.1: batches of 4 million tokens
-        "paper": {
-            "steps": 25_000,
-            "batch_size": 2048,
-            "length": 2048,
-            "lr": 6e-4,
-            "schedule": "linear",
-            "warmup": 375,
-            "beta2": 0.98,
-            "weight_decay": 0.05,
-        }
-    },
+    training={"paper": _RETNET_TRAINING},
     recipes={
         "tiny": Recipe(32, 2, 2, _retnet(32), hidden_dim=64),
         "small": Recipe(256, 4, 4, _retnet(128), hidden_dim=512),
@@ -272,14 +280,7 @@ GATED_DELTANET = Member(
     use_when="you want endless text in constant memory: of members with a constant state it is the first to try",
     avoid_when="everything in a long context must be recalled exactly",
     training={  # section 4: 100 billion tokens, half a million in a batch
-        "paper": {
-            "steps": 190_735,
-            "batch_size": 128,
-            "length": 4096,
-            "lr": 4e-4,
-            "warmup": 1907,
-            "weight_decay": 0.1,
-        }
+        "paper": {"steps": 190_735, "batch_size": 128, "length": 4096, "lr": 4e-4, "warmup": 1907, "weight_decay": 0.1}
     },
     recipes={
         **sizes(_DELTANET, benchmark=_RELU),
@@ -305,7 +306,7 @@ COMBA = Member(
         "the share of the state that a key erases is below its beta (flash-linear-attention, which holds the authors' "
         "code, norms the erasing key again, so that the share is beta there; an import keeps that)",
         "the correction of queries begins at 0.02 in all recipes, as the authors advise for small models (theirs: 1)",
-        usual_training("paper"),
+        "paper: 21 layers of 6 heads (the authors' configuration: 24 layers of 4 heads)",
     ),
     exact_limit="no finite limit; without decay, without a correction and with the whole feedback it is the delta rule",
     parity=(
@@ -314,6 +315,9 @@ COMBA = Member(
     ),
     use_when="you compare rules with `gated-deltanet`: the decay and the correction of the state stand apart here",
     avoid_when="you train on a GPU: this rule has no Triton kernel",
+    training={  # the authors' script: 100 billion tokens, a million in a batch
+        "paper": {"steps": 102_400, "batch_size": 512, "length": 2048, "lr": 3e-4, "warmup": 1024, "weight_decay": 0.01}
+    },
     recipes={
         **sizes(_COMBA, benchmark=_RELU),
         "paper": Recipe(2048, 21, 6, _COMBA, {"mixer.head_dim": 256, "mixer.value_dim": 512}),
@@ -335,6 +339,11 @@ def _latent(head_dim: int, rotary_dim: int, latent_dim: int) -> Settings:
     return part("latent", head_dim=head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim, position="none")
 
 
+_KDA_TRAINING: Settings = {  # section 5: batches of 32 million tokens
+    "batch_size": 8192, "length": 4096, "optimizer": "muon", "lr": 1.1e-3, "schedule": "constant",
+    "weight_decay": 0.1,
+}  # fmt: skip
+
 KDA = Member(
     name="kda",
     title="Kimi Delta Attention (KDA)",
@@ -355,16 +364,7 @@ KDA = Member(
     ),
     use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
     avoid_when="speed decides: decays by channel cost time, as measured",
-    training={  # section 5: batches of 32 million tokens
-        "paper": {
-            "batch_size": 8192,
-            "length": 4096,
-            "optimizer": "muon",
-            "lr": 1.1e-3,
-            "schedule": "constant",
-            "weight_decay": 0.1,
-        }
-    },
+    training={"paper": _KDA_TRAINING},
     recipes={
         **sizes(_kda(64), tiny=_kda(16), benchmark=_RELU),
         "hybrid": Recipe(256, 4, 4, _kda(64), {"layers.3::4.mixer": _latent(64, 32, 128)}),
@@ -543,14 +543,7 @@ GLA = Member(
     use_when="a small constant state has to recall, with decays that the text decides",
     avoid_when="facts are overwritten: the delta rule replaces them, this sum does not",
     training={  # section 5.1: 15 billion tokens, half a million in a batch
-        "paper": {
-            "steps": 28_610,
-            "batch_size": 256,
-            "length": 2048,
-            "lr": 3e-4,
-            "warmup": 954,
-            "weight_decay": 0.01,
-        }
+        "paper": {"steps": 28_610, "batch_size": 256, "length": 2048, "lr": 3e-4, "warmup": 954, "weight_decay": 0.01}
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _GLA, {"mixer.head_dim": 8, "mixer.value_dim": 16}),
@@ -626,6 +619,11 @@ def _rwkv7(decay: int, rate: int, gate: int, value: int) -> Settings:
     return {"mixer": part("rwkv7", value_residual=True, **ranks), "feed_forward": "channel_mix"}
 
 
+_RWKV7_TRAINING: Settings = {  # the authors' script for the Pile: 332 billion tokens
+    "steps": 337_845, "batch_size": 240, "length": 4096, "lr": 8e-4, "warmup": 10, "beta2": 0.99,
+    "min_lr_ratio": 0.0375,
+}  # fmt: skip
+
 RWKV7 = Member(
     name="rwkv7",
     title="RWKV-7",
@@ -635,7 +633,6 @@ RWKV7 = Member(
     departures=(
         "the first layer also has the weights of mixing values, without an effect there (the authors' is without them)",
         "shifts and biases begin as in a middle layer of the authors', weights as in all members",
-        usual_training("paper"),
     ),
     exact_limit="no finite limit; where nothing is erased, and without shifts, it is linear attention with a decay by "
     "channel",
@@ -645,6 +642,7 @@ RWKV7 = Member(
     ),
     use_when="a constant state must follow the changes in a text, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
+    training={"paper": _RWKV7_TRAINING},
     recipes={
         **sizes(_rwkv7(32, 32, 64, 16), tiny=_rwkv7(8, 8, 8, 8)),
         "paper": Recipe(768, 12, 12, _rwkv7(64, 64, 128, 32)),

@@ -134,12 +134,13 @@ DEIT = Member(
             name: {**imagenet_training(300, 5, 1024), "lr": 1e-3, "min_lr_ratio": 0.01, "clip": 0.0, "repeats": 3}
             for name in ("paper", "paper-tiny", "paper-small")
         },
-        "paper-384": {  # section 6
+        "paper-384": {  # the authors' command: from 5e-6 to 5e-6
             **imagenet_training(30, 5, 512),
             "lr": 5e-6,
-            "min_lr_ratio": 0.01,
+            "schedule": "constant",
             "clip": 0.0,
             "weight_decay": 1e-8,
+            "repeats": 3,
         },
     },
     recipes={
@@ -209,7 +210,7 @@ SWIN = Member(
     avoid_when="images are small: `vit` learnt more from the same computation",
     training={
         **{  # section 4.1
-            name: {**imagenet_training(300, 20, 1024), "lr": 1e-3, "min_lr_ratio": 0.005, "clip": 5.0}
+            name: {**imagenet_training(300, 20, 1024), "lr": 1e-3, "min_lr_ratio": 0.01, "clip": 5.0}
             for name in ("paper", "paper-small", "paper-base", "paper-v2", "paper-v2-base")
         },
         "paper-large": {  # on the 14.2 million images of ImageNet-22K
@@ -263,11 +264,12 @@ CONVFORMER = Member(
     departures=(
         "one width and one grid of patches at all depths (theirs: four stages)",
         "squared relu without a learnt scale and shift, a linear head, no scales of layers or of the residual",
+        "no stochastic depth (theirs: 0.2)",
     ),
     exact_limit="none: it does not attend, and is the baseline of the members of images",
     use_when="you need to know the gain of attention on images",
     avoid_when="you want attention",
-    training={"paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "clip": 0.0}},  # section 4
+    training={"paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "min_lr_ratio": 0.0025, "clip": 0.0}},
     recipes={
         **sizes(_convformer(32, 4, classes=10), benchmark=_convformer(224, 16)),
         "paper": Recipe(384, 18, 6, _convformer(224, 16)),

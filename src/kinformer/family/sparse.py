@@ -15,6 +15,7 @@ from kinformer.family.record import (
     part,
     sizes,
     translating,
+    unconfirmed,
     usual_training,
 )
 
@@ -252,6 +253,7 @@ IMAGE_TRANSFORMER = Member(
         "the vector before an image or a block is learned and begins as zeros (the published code: zeros)",
         "a sequence of less than two blocks in 1D is cut into blocks like any other (the published code: one block)",
         "no dropout unless asked for (the paper: 0.3 on CIFAR-10)",
+        unconfirmed("paper", "paper-2d", "paper-super-resolution"),
         "recipes of super-resolution have norms behind sublayers, as the other recipes; the published code's "
         "(img2img_transformer_base) before them. The decoder attends to all of the source",
     ),
@@ -381,6 +383,7 @@ ROUTING = Member(
         "before them change, by 66 % of their norm (tests/family/test_routing.py)",
         "keys are queries of length 1, scores are divided by sqrt(head_dim), and a token sees itself only where it "
         "sees nothing else, as in routing-transformer (the authors: layer norms of q and k, and no such rule)",
+        unconfirmed("paper"),
         "centroids begin as random directions and move once after each training step, by the tokens of all processes",
         "sinusoidal positions (the authors': relative ones in the local heads), pre-norm, GELU in all recipes but "
         "benchmark and paper",
