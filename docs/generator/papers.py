@@ -15,7 +15,7 @@ from kinformer.runtime.errors import spelled
 
 USUAL = re.compile(r"the recipe (.*) is trained by the usual settings: (.*)")
 """The departure of recipes without a training."""
-UNCONFIRMED = re.compile(r"(?:the training|the number of steps and rows) of the recipe (.*) is not confirmed .*")
+UNCONFIRMED = re.compile(r".* of the recipe (.*) is not confirmed against the paper")
 RECALLED = " (not confirmed against the paper)"
 ANSWER = re.compile(r"(Yes|No): ")
 """The answer of a verdict to the question of its page, which may ask for the opposite of the claim."""

@@ -210,8 +210,6 @@ _PAPER: Settings = {
     "vocab_size": 205,
 }
 
-_TENTH = ({"steps": 150_000, "lr": 0.07, "warmup": 32_000}, {"lr": 0.007, "warmup": 0})
-
 ADAPTIVE_SPAN = Member(
     name="adaptive-span",
     title="Adaptive attention span",
@@ -252,7 +250,13 @@ ADAPTIVE_SPAN = Member(
         }
         for name, ends in (
             ("paper", {"steps": 600_000}),
-            ("paper-large", {"steps": 170_000, "stages": _TENTH}),
+            (
+                "paper-large",
+                {
+                    "steps": 170_000,
+                    "stages": ({"steps": 150_000, "lr": 0.07, "warmup": 32_000}, {"lr": 0.007, "warmup": 0}),
+                },
+            ),
         )
     },
     recipes={

@@ -13,9 +13,14 @@ _BERT: Settings = ENCODER | {"position": part("learned", max_length=512)}
 _LONG: Settings = ENCODER | {"position": part("learned", max_length=4096)}
 _PUBLISHED: Settings = {"vocab_size": 30522, "input": part("tokens", types=2)}
 _BERT_RATES: Settings = {
-    "lr": 1e-4, "schedule": "linear", "warmup": 10_000, "beta2": 0.999, "min_lr_ratio": 0.0, "weight_decay": 0.01,
+    "lr": 1e-4,
+    "schedule": "linear",
+    "warmup": 10_000,
+    "beta2": 0.999,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 0.01,
     "clip": 1.0,
-}  # fmt: skip
+}
 
 _ROBERTA_RATES: Settings = _BERT_RATES | {"lr": 5e-4, "beta2": 0.98, "clip": 0.0}
 """The rates of RoBERTa in its authors' code."""
@@ -205,8 +210,6 @@ def _longformer(windows: Sequence[int], global_tokens: int = 1) -> Settings:
     }
 
 
-_RISE: Settings = {"lr": 3e-5, "warmup": 500, "schedule": "cosine"}
-
 LONGFORMER = Member(
     name="longformer",
     title="Longformer",
@@ -231,7 +234,8 @@ LONGFORMER = Member(
     use_when="documents of thousands of tokens are classified, or a BERT is to read them",
     avoid_when="texts fit into a few windows: `bert` is faster",
     training={  # section 5: masked language modelling that continues from RoBERTa
-        name: _ROBERTA_RATES | {"steps": 65_000, "batch_size": 64, "length": 4096, **_RISE}
+        name: _ROBERTA_RATES
+        | {"steps": 65_000, "batch_size": 64, "length": 4096, "lr": 3e-5, "warmup": 500, "schedule": "cosine"}
         for name in ("paper", "paper-large")
     },
     recipes={

@@ -11,6 +11,7 @@ from kinformer.family.record import (
     part,
     sizes,
     translating,
+    unconfirmed,
     usual_training,
     xl_training,
 )
@@ -96,8 +97,8 @@ FAST_WEIGHTS = Member(
         "pre-norm, and GELU in the recipes tiny and small; the recipe paper is post-norm with ReLU as published",
         "the sum normalisation adds 1e-5 to the sum (the authors' language models had none at first)",
         "the softmax over the vocabulary is not adaptive",
-        "paper: 96 rows in a batch make the paper's 120 epochs (the authors' script: 8 a device); no dropout (theirs: "
-        "0.1)",
+        "paper: 96 rows in a batch (the authors' script: 8 a device); no dropout (theirs: 0.1)",
+        unconfirmed("paper", what="the number of rows"),
         "outer products through an activation (equations 1 to 3) are the recipes outer, whose tokens are computed one "
         "after the other",
     ),
@@ -209,11 +210,6 @@ def _retnet(value_dim: int | None) -> Settings:
     }
 
 
-_RETNET_TRAINING: Settings = {  # section 3.1: batches of 4 million tokens
-    "steps": 25_000, "batch_size": 2048, "length": 2048, "lr": 6e-4, "schedule": "linear", "warmup": 375,
-    "beta2": 0.98, "weight_decay": 0.05, "clip": 2.0,
-}  # fmt: skip
-
 RETNET = Member(
     name="retnet",
     title="RetNet (retention)",
@@ -231,7 +227,19 @@ RETNET = Member(
     parity=("flash-linear-attention's RetNet, whole (tests/interop/test_fla_folders.py)",),
     use_when="you want a constant state, stable over any length, with the simplest decay",
     avoid_when="how fast to forget depends on the text: `gla` and `gated-deltanet` learn that",
-    training={"paper": _RETNET_TRAINING},
+    training={  # section 3.1: batches of 4 million tokens
+        "paper": {
+            "steps": 25_000,
+            "batch_size": 2048,
+            "length": 2048,
+            "lr": 6e-4,
+            "schedule": "linear",
+            "warmup": 375,
+            "beta2": 0.98,
+            "weight_decay": 0.05,
+            "clip": 2.0,
+        }
+    },
     recipes={
         "tiny": Recipe(32, 2, 2, _retnet(32), hidden_dim=64),
         "small": Recipe(256, 4, 4, _retnet(128), hidden_dim=512),
@@ -339,11 +347,6 @@ def _latent(head_dim: int, rotary_dim: int, latent_dim: int) -> Settings:
     return part("latent", head_dim=head_dim, rotary_dim=rotary_dim, latent_dim=latent_dim, position="none")
 
 
-_KDA_TRAINING: Settings = {  # section 5: batches of 32 million tokens
-    "batch_size": 8192, "length": 4096, "optimizer": "muon", "lr": 1.1e-3, "schedule": "constant",
-    "weight_decay": 0.1,
-}  # fmt: skip
-
 KDA = Member(
     name="kda",
     title="Kimi Delta Attention (KDA)",
@@ -364,7 +367,16 @@ KDA = Member(
     ),
     use_when="`gated-deltanet` forgets too much at once: here every channel has its own decay",
     avoid_when="speed decides: decays by channel cost time, as measured",
-    training={"paper": _KDA_TRAINING},
+    training={  # section 5: batches of 32 million tokens
+        "paper": {
+            "batch_size": 8192,
+            "length": 4096,
+            "optimizer": "muon",
+            "lr": 1.1e-3,
+            "schedule": "constant",
+            "weight_decay": 0.1,
+        }
+    },
     recipes={
         **sizes(_kda(64), tiny=_kda(16), benchmark=_RELU),
         "hybrid": Recipe(256, 4, 4, _kda(64), {"layers.3::4.mixer": _latent(64, 32, 128)}),
@@ -619,11 +631,6 @@ def _rwkv7(decay: int, rate: int, gate: int, value: int) -> Settings:
     return {"mixer": part("rwkv7", value_residual=True, **ranks), "feed_forward": "channel_mix"}
 
 
-_RWKV7_TRAINING: Settings = {  # the authors' script for the Pile: 332 billion tokens
-    "steps": 337_845, "batch_size": 240, "length": 4096, "lr": 8e-4, "warmup": 10, "beta2": 0.99,
-    "min_lr_ratio": 0.0375,
-}  # fmt: skip
-
 RWKV7 = Member(
     name="rwkv7",
     title="RWKV-7",
@@ -642,7 +649,17 @@ RWKV7 = Member(
     ),
     use_when="a constant state must follow the changes in a text, with keys to erase apart from keys to write",
     avoid_when="training speed decides",
-    training={"paper": _RWKV7_TRAINING},
+    training={  # the authors' script for the Pile: 332 billion tokens
+        "paper": {
+            "steps": 337_845,
+            "batch_size": 240,
+            "length": 4096,
+            "lr": 8e-4,
+            "warmup": 10,
+            "beta2": 0.99,
+            "min_lr_ratio": 0.0375,
+        }
+    },
     recipes={
         **sizes(_rwkv7(32, 32, 64, 16), tiny=_rwkv7(8, 8, 8, 8)),
         "paper": Recipe(768, 12, 12, _rwkv7(64, 64, 128, 32)),

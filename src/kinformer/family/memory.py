@@ -89,7 +89,7 @@ def _compressive(segment: int, memory: int, compressed: int, rate: int = 2, **mo
     return _SEGMENTS | {"mixer": part("compressive", compression=part("convolution", rate=rate), **more)}
 
 
-_RATES: Settings = {"lr": 3e-4, "beta2": 0.999, "min_lr_ratio": 1 / 300, "weight_decay": 0.0, "clip": 0.1}
+_COMPRESSIVE_RATES: Settings = {"lr": 3e-4, "beta2": 0.999, "min_lr_ratio": 1 / 300, "weight_decay": 0.0, "clip": 0.1}
 
 
 COMPRESSIVE = Member(
@@ -111,8 +111,8 @@ COMPRESSIVE = Member(
     use_when="a Transformer-XL should remember further back in a small state",
     avoid_when="training is short, or the memory must be exact",
     training={  # section 5: Adam, whose rate falls as a cosine from 3e-4 to 1e-6
-        "paper": _RATES | {"steps": 104_000, "warmup": 4000},
-        "paper-books": _RATES | {"steps": 516_000, "warmup": 16_000, "batch_size": 512},
+        "paper": _COMPRESSIVE_RATES | {"steps": 104_000, "warmup": 4000},
+        "paper-books": _COMPRESSIVE_RATES | {"steps": 516_000, "warmup": 16_000, "batch_size": 512},
     },
     recipes={
         "tiny": Recipe(32, 2, 2, _compressive(16, 8, 4)),
@@ -370,12 +370,6 @@ def _sha_rnn(dim: int, depth: int, memory: int, dropout: float = 0.0, **more: ob
     )
 
 
-_SHA_TRAINING: Settings = {  # the author's commands: 32 epochs of enwik8, and 5 at half the rate
-    "steps": 203_241, "batch_size": 16, "length": 1024, "optimizer": "lamb", "lr": 2e-3, "schedule": "constant",
-    "warmup": 800, "stages": ({"steps": 175_776, "lr": 2e-3, "warmup": 800}, {"lr": 1e-3, "warmup": 800}),
-    "beta2": 0.999, "weight_decay": 1.2e-6, "clip": 0.25,
-}  # fmt: skip
-
 SHA_RNN = Member(
     name="sha-rnn",
     title="SHA-RNN (single headed attention RNN)",
@@ -394,7 +388,21 @@ SHA_RNN = Member(
     layer=2,
     use_when="you want a recurrent model with a little attention on one processor",
     avoid_when="long sequences are to be trained in parallel: its recurrence goes token by token",
-    training={"paper": _SHA_TRAINING},
+    training={  # the author's commands: 32 epochs of enwik8, and 5 at half the rate
+        "paper": {
+            "steps": 203_241,
+            "batch_size": 16,
+            "length": 1024,
+            "optimizer": "lamb",
+            "lr": 2e-3,
+            "schedule": "constant",
+            "warmup": 800,
+            "stages": ({"steps": 175_776, "lr": 2e-3, "warmup": 800}, {"lr": 1e-3, "warmup": 800}),
+            "beta2": 0.999,
+            "weight_decay": 1.2e-6,
+            "clip": 0.25,
+        }
+    },
     recipes={
         "tiny": _sha_rnn(32, 2, memory=8),
         "small": _sha_rnn(256, 4, memory=1024),

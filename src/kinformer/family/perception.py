@@ -269,7 +269,9 @@ CONVFORMER = Member(
     exact_limit="none: it does not attend, and is the baseline of the members of images",
     use_when="you need to know the gain of attention on images",
     avoid_when="you want attention",
-    training={"paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "min_lr_ratio": 0.0025, "clip": 0.0}},
+    training={  # section 4, and the last rate of the authors' scripts
+        "paper": {**imagenet_training(300, 20, 4096), "lr": 4e-3, "min_lr_ratio": 0.0025, "clip": 0.0}
+    },
     recipes={
         **sizes(_convformer(32, 4, classes=10), benchmark=_convformer(224, 16)),
         "paper": Recipe(384, 18, 6, _convformer(224, 16)),

@@ -344,34 +344,62 @@ def _set(node: Any, keys: list[str], value: object) -> Any:
 def noam(dim: int, warmup: int = 4000, **more: Any) -> Settings:
     """Return the training of Vaswani et al. 2017, section 5.3: rate dim^-0.5 min(step^-0.5, step warmup^-1.5)."""
     return {
-        "lr": dim**-0.5 * warmup**-0.5, "schedule": "inverse-sqrt", "warmup": warmup, "beta2": 0.98,
-        "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.0, **more,
-    }  # fmt: skip
+        "lr": dim**-0.5 * warmup**-0.5,
+        "schedule": "inverse-sqrt",
+        "warmup": warmup,
+        "beta2": 0.98,
+        "min_lr_ratio": 0.0,
+        "weight_decay": 0.0,
+        "clip": 0.0,
+        **more,
+    }
 
 
 T5_TRAINING: Settings = {
-    "batch_size": 128, "length": 512, "optimizer": "adafactor", "lr": 0.01, "schedule": "inverse-sqrt",
-    "warmup": 10_000, "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.0,
-}  # fmt: skip
-"""The training of Raffel et al. 2020, section 3.1.2, but that the rate rises to 0.01 in the first 10,000 steps, where
-theirs is 0.01 from the first step on."""
+    "batch_size": 128,
+    "length": 512,
+    "optimizer": "adafactor",
+    "lr": 0.01,
+    "schedule": "inverse-sqrt",
+    "warmup": 10_000,
+    "min_lr_ratio": 0.0,
+    "weight_decay": 0.0,
+    "clip": 0.0,
+}
+"""The training of Raffel et al. 2020, section 3.1.2. The rate rises to 0.01 in the first 10,000 steps; in the
+paper it is 0.01 from the first step on."""
 
 
 def words_training(length: int) -> Settings:
     """Return the training of models of WikiText-103 by Baevski and Auli 2019 (arXiv 1809.10853), with 73,728 tokens in
     a batch of rows of ``length`` tokens."""
     return {
-        "steps": 286_000, "batch_size": 73_728 // length, "length": length, "optimizer": "sgd", "momentum": 0.99,
-        "lr": 1.0, "warmup": 16_000, "min_lr_ratio": 1e-4, "weight_decay": 0.0, "clip": 0.1,
-    }  # fmt: skip
+        "steps": 286_000,
+        "batch_size": 73_728 // length,
+        "length": length,
+        "optimizer": "sgd",
+        "momentum": 0.99,
+        "lr": 1.0,
+        "warmup": 16_000,
+        "min_lr_ratio": 1e-4,
+        "weight_decay": 0.0,
+        "clip": 0.1,
+    }
 
 
 def xl_training(steps: int, batch_size: int, length: int, warmup: int = 0) -> Settings:
-    """Return the training of the scripts of Transformer-XL, and of codes made from it: Adam, and a cosine to 0."""
+    """Return the training of Transformer-XL's scripts, which other authors' scripts copy: Adam, and a cosine to 0."""
     return {
-        "steps": steps, "batch_size": batch_size, "length": length, "lr": 2.5e-4, "warmup": warmup, "beta2": 0.999,
-        "min_lr_ratio": 0.0, "weight_decay": 0.0, "clip": 0.25,
-    }  # fmt: skip
+        "steps": steps,
+        "batch_size": batch_size,
+        "length": length,
+        "lr": 2.5e-4,
+        "warmup": warmup,
+        "beta2": 0.999,
+        "min_lr_ratio": 0.0,
+        "weight_decay": 0.0,
+        "clip": 0.25,
+    }
 
 
 def usual_training(*recipes: str, why: str = "published settings are not at hand") -> str:
@@ -380,13 +408,18 @@ def usual_training(*recipes: str, why: str = "published settings are not at hand
 
 
 def unconfirmed(*recipes: str, what: str = "the training") -> str:
-    """Return the departure of recipes with figures that come from memory."""
+    """Return the departure of recipes with figures that were not looked up in the paper."""
     return f"{what} of the recipe {', '.join(recipes)} is not confirmed against the paper"
 
 
 def plateau_training(optimizer: str = "radam", lr: float = 1e-4) -> Settings:
     """Return the training of Katharopoulos et al. 2020, section 4.3: the rate halves as the error stays."""
     return {
-        "optimizer": optimizer, "lr": lr, "schedule": "plateau", "min_lr_ratio": 0.0, "warmup": 0, "beta2": 0.999,
+        "optimizer": optimizer,
+        "lr": lr,
+        "schedule": "plateau",
+        "min_lr_ratio": 0.0,
+        "warmup": 0,
+        "beta2": 0.999,
         "weight_decay": 0.0,
-    }  # fmt: skip
+    }

@@ -512,7 +512,7 @@ class ContinuedOutput(ModelOutput):  # type: ignore[misc]
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    # One field: where it is "cache", transformers writes what is given as "past_key_values" to it, None too.
+    # Never both: transformers 5.24 reads "past_key_values" as "cache", and the default None would replace the cache.
     if CACHE == "cache":
         cache: StateCache | None = None
     else:

@@ -217,7 +217,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
 
     Errors: rows at different positions, or with a reset in mid-chunk; float64 on a GPU.
     """
-    # Where it is used: PyTorch 2.14's module imports SymPy, which takes a second.
+    # Imported here, as PyTorch 2.14's module imports SymPy, which takes a second.
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     assert visibility.pattern is not None
@@ -231,7 +231,7 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
     interval = Interval(first - (past - oldest), first, first + q.shape[2])
     k, v = k[:, :, oldest:], v[:, :, oldest:]
     mask = _block_mask(visibility.pattern, interval, q.shape[1], str(q.device))
-    run: Any = _compiled() if q.device.type == "cuda" else flex_attention
+    run: Any = _compiled(flex_attention) if q.device.type == "cuda" else flex_attention
     padding = None if visibility.key_padding_mask is None else visibility.key_padding_mask[:, oldest:]
     with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
         out, sums = run(
@@ -242,10 +242,8 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def _first(positions: Tensor) -> int:
