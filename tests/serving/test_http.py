@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -622,6 +623,14 @@ def test_where_it_listens_is_printed_as_json(cli, folder, monkeypatch):
 def test_mistakes_on_the_command_line(cli, folder, arguments, message):
     code, out, err = cli("serve", folder, *arguments)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["starlette.applications", "uvicorn", "anyio.to_thread"])
+def test_without_its_packages_it_is_one_sentence(cli, folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "kinformer.lab.serving.server", raising=False)
+    code, out, err = cli("serve", folder)
+    assert (code, out) == (2, "") and "pip install 'kinformer[serve]'" in err and err.count("\n") == 1
 
 
 def test_a_run_that_continues_no_text_is_refused(tmp_path):

@@ -23,17 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from anyio.to_thread import current_default_thread_limiter
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kinformer.generation.sampling import ends_of_text
 from kinformer.generation.session import require_ids
@@ -54,6 +43,23 @@ from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.distributed import heeded
 from kinformer.runtime.errors import KinformerError, as_flags, plural
 from kinformer.runtime.progress import note
+
+try:
+    import uvicorn
+    from anyio.to_thread import current_default_thread_limiter
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.datastructures import Headers
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as error:
+    raise KinformerError("serving needs starlette and uvicorn; pip install 'kinformer[serve]'.") from error
 
 # The engine's numbers in the text format of Prometheus.
 
@@ -378,12 +384,6 @@ async def _error(request: Request, error: Exception) -> Response:
     status = 404 if code == "model_not_found" else 400
     return JSON(answers.error(str(error), "invalid_request_error", param, code), status)
 
-
-try:
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-except ImportError as error:
-    raise KinformerError("serving needs starlette and uvicorn; pip install 'kinformer[serve]'.") from error
 
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of accepting a connection that pass when other connections end."""
