@@ -1,13 +1,13 @@
 """What do mechanisms published since 2025 recall and learn, and what do a token and a state cost?
 
     python benchmarks/since_2025.py                                             # bytes of states, and times of a token
-    python benchmarks/since_2025.py --recall                                    # 64, 128 and 256 pairs
+    python benchmarks/since_2025.py --recall                                    # 4 to 256 pairs
     python benchmarks/since_2025.py --book book.txt --runs FOLDER --threads 1   # a book in equal minutes
 
 States and tokens are of one layer of width 256 with 4 heads of 64 in float32, as the member's recipe `small` has it;
 a token follows 1,024, 8,192 or 65,536 others, in processor time. Recall is the task and the model of `mqar.py`, two
-layers of width 64 with one head, at 1,024 symbols and four tokens a pair. A model learns 16 pairs first and goes on to
-64, 128 and 256, a curriculum that saves most of the steps; the first stage chooses the learning rate. The book is
+layers of width 64 with one head, at 1,024 symbols and four tokens a pair. A model learns 4 pairs first and goes on to
+16, 64, 128 and 256, a curriculum that saves most of the steps; the first stage chooses the learning rate. The book is
 `causal_members.py`'s: 800,000 parameters, as many steps as the minutes of processor time buy at speeds measured in
 turns.
 
@@ -67,7 +67,7 @@ class Stage(NamedTuple):
     steps: int
 
 
-STAGES = Stage(16, 32, 600), Stage(64, 8, 200), Stage(128, 4, 150), Stage(256, 2, 100)
+STAGES = Stage(4, 128, 300), Stage(16, 32, 200), Stage(64, 8, 200), Stage(128, 4, 150), Stage(256, 2, 100)
 
 
 def built(name: str, dim: int) -> CausalMixer:
