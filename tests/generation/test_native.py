@@ -12,6 +12,7 @@ from kinformer.generation.session import Session
 from kinformer.generation.weights import as_weights
 from kinformer.generation.weights import pack as packed
 
+pytestmark = pytest.mark.skipif(not is_native(), reason="no C compiler is installed")
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 

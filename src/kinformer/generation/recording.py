@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, count
-from operator import attrgetter, is_, itemgetter, methodcaller
+from itertools import chain, count, repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -451,7 +451,8 @@ class Unchanged:
         self._states = [module.__dict__ for module in modules]
         self._hooks = [state[name] for state in self._states for name in ("_forward_hooks", "_forward_pre_hooks")]
         self._hooks += [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
-        self._tables = [state[name] for state in self._states for name in ("_modules", "_parameters", "_buffers")]
+        tables = [state[name] for state in self._states for name in ("_modules", "_parameters", "_buffers")]
+        self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         self._items = self._present()
         self._tensors = [item for item in self._items if isinstance(item, Tensor)]
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -460,7 +461,9 @@ class Unchanged:
     def holds(self) -> bool:
         """Return whether nothing has changed."""
         items = self._present()
-        if any(self._hooks) or len(items) != len(self._items) or not all(map(is_, items, self._items)):
+        if any(self._hooks) or any(self._empty) or len(items) != len(self._items):
+            return False
+        if not all(map(is_, items, self._items)):
             return False
         return self._facts() == self._then
 
@@ -468,7 +471,7 @@ class Unchanged:
         return list(chain.from_iterable(map(dict.values, self._tables)))
 
     def _facts(self) -> list[object]:
-        modes = chain(map(itemgetter("training"), self._states), map(methodcaller("get", "forward"), self._states))
+        modes = chain(map(itemgetter("training"), self._states), map(dict.get, self._states, repeat("forward")))
         return [*modes, *map(Tensor.data_ptr, self._tensors), *map(attrgetter("_version"), self._versioned)]
 
 

@@ -133,7 +133,7 @@ class NarrowWeight(Tensor):
         assert self.scales is not None
         narrow, numbers = x.bfloat16(), self._numbers()
         if len(x) <= FEW and x.shape[1] % MULTIPLE == 0 and x.device.type == "cpu":
-            return torch._weight_int8pack_mm(narrow, numbers, self.scales)
+            return torch._weight_int8pack_mm(narrow, numbers.contiguous(), self.scales)
         dtype = product_dtype(narrow)  # bfloat16 holds 8-bit numbers exactly
         return functional.linear(narrow.to(dtype), numbers.to(dtype)).to(x.dtype) * self.scales.to(x.dtype)
 
