@@ -43,7 +43,7 @@ def test_a_product_with_what_stands_around_it(dtype, kind, joined, rows):
     some = [bias if joined == "bias" else NONE, residual if joined == "residual" else NONE]
     y = product(x, pack(matrix), out, scales, *some, *given)
     assert y.dtype == dtype and y.shape == (rows, 1, out)
-    limit = EXACT[dtype] * (float(expected.abs().max()) if rows else 1)
+    limit = max(EXACT[dtype], 2e-4 if kind == torch.int8 else 0) * (float(expected.abs().max()) if rows else 1)
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=0)
 
 

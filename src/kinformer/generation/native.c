@@ -33,7 +33,8 @@ typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef int16_t Shorts __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct {
     void *data;
@@ -97,18 +98,19 @@ static inline float exponential(float x) {  // relative error 2e-7; a loop over 
 
 #ifdef __AVX512F__  // GCC's own conversions are slower
 #define HALVES(x) ((Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(x))), 16))
-#define BYTES(x) ((Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(x)))))
 #else
 #define HALVES(x) ((Floats)(__builtin_convertvector(*(const Halves *)(x), Words) << 16))
-#define BYTES(x) __builtin_convertvector(*(const Bytes *)(x), Floats)
 #endif
+#define PAIRS(x) __builtin_convertvector(*(const Shorts *)(x), Ints)
+#define LOW(x) __builtin_convertvector(PAIRS(x) << 24 >> 24, Floats)
+#define HIGH(x) __builtin_convertvector(PAIRS(x) >> 8, Floats)
 #define FLOATS(x) (*(const Floats *)(x))
 #define FIRST(x) ((Floats)(*(const Words *)(x) << 16))
 #define SECOND(x) ((Floats)(*(const Words *)(x) & 0xffff0000))
 #define ITSELF(x) (x)
 
 // The products [r][s] of R inputs x [n] and S spans of LANES rows of weights. A span is stored column by column, with 16
-// bits two columns at a time.
+// and 8 bits two columns at a time.
 #define MULTIPLY(NAME, TYPE, STEP, ONE, OTHER, R, S) \
     static void NAME(const void *weights, const float *x, int64_t n, Floats *out) { \
         Floats sums[R][S] = {0}; \
@@ -129,13 +131,56 @@ static inline float exponential(float x) {  // relative error 2e-7; a loop over 
     MULTIPLY(KIND##_few, TYPE, STEP, ONE, OTHER, FEW, SPANS)
 MULTIPLY_EACH(float, float, 1, FLOATS, FLOATS)
 MULTIPLY_EACH(half, uint16_t, 2, FIRST, SECOND)
-MULTIPLY_EACH(byte, int8_t, 1, BYTES, BYTES)
+#ifdef __AVX512VNNI__
+// The same of 8-bit weights, with inputs of 16 bits: behind each row x [n] stand its blocks' steps and whole numbers,
+// two in a word. 127 * MOST * BLOCK < 2^31, so a sum of a block is exact.
+enum { BLOCK = 512, MOST = 32767 };
+#define MULTIPLY_BYTES(NAME, R, S) \
+    static void NAME(const void *weights, const float *x, int64_t n, Floats *out) { \
+        Floats sums[R][S] = {0}; \
+        int64_t blocks = (n + BLOCK - 1) / BLOCK, row = n + blocks + n / 2; \
+        for (int64_t block = 0; block < blocks; block++) { \
+            __m512i whole[R][S]; \
+            memset(whole, 0, sizeof whole); \
+            for (int64_t k = block * BLOCK; k < n && k < (block + 1) * BLOCK; k += 2) \
+                for (int s = 0; s < S; s++) { \
+                    const int8_t *at = (const int8_t *)weights + (s * n + k) * LANES; \
+                    __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)at)); \
+                    for (int r = 0; r < R; r++) { \
+                        __m512i both = _mm512_set1_epi32(((const int32_t *)(x + r * row + n + blocks))[k / 2]); \
+                        whole[r][s] = _mm512_dpwssd_epi32(whole[r][s], w, both); \
+                    } \
+                } \
+            for (int r = 0; r < R; r++) \
+                for (int s = 0; s < S; s++) sums[r][s] += x[r * row + n + block] * (Floats)_mm512_cvtepi32_ps(whole[r][s]); \
+        } \
+        memcpy(out, sums, sizeof sums); \
+    }
+MULTIPLY_BYTES(byte_one, 1, 1)
+MULTIPLY_BYTES(byte_row, 1, 4)
+MULTIPLY_BYTES(byte_few, FEW, SPANS)
+
+static void quantise(float *x, int64_t n) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    int16_t *whole = (int16_t *)(x + n + blocks);
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = block * BLOCK, end = first + BLOCK < n ? first + BLOCK : n;
+        float top = 0;
+        for (int64_t k = first; k < end; k++) top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
+        float scale = top > 0 ? MOST / top : 0;
+        x[n + block] = top / MOST;
+        for (int64_t k = first; k < end; k++) whole[k] = (int16_t)rintf(x[k] * scale);
+    }
+}
+#else
+MULTIPLY_EACH(byte, int8_t, 2, LOW, HIGH)
+#endif
 typedef void Multiply(const void *, const float *, int64_t, Floats *);
 
 typedef struct {
     View w, scales, bias, residual;
     float *x;
-    int64_t rows, columns, out;
+    int64_t rows, columns, row, out;  // ``row``: numbers from a row of x to the next
     int32_t dtype;
     void *y;
 } Product;
@@ -150,7 +195,7 @@ static void multiply(int64_t first, int64_t end, void *context) {
         for (int64_t row = 0; row < job->rows; row += few) {
             Floats sums[FEW * 4];
             const char *w = (const char *)job->w.data + at * n * LANES * size;
-            const float *x = job->x + row * n;
+            const float *x = job->x + row * job->row;
             few = job->rows - row >= FEW ? FEW : 1;
             int64_t step = few == 1 ? spans : spans >= SPANS ? SPANS : 0;
             if (!step) few = step = 1;
@@ -180,13 +225,16 @@ void product(Value *stack, uint64_t inputs, uint64_t outputs) {
     int gated = stack[8] & 1;
     int64_t given = x.sizes[x.dim - 1], n = gated ? given / 2 : given, sizes[8];
     job.columns = job.w.sizes[1] * job.w.sizes[3], job.out = stack[2], job.dtype = x.dtype;
-    job.rows = x.count / given;
+    job.rows = x.count / given, job.row = job.columns;
+#ifdef __AVX512VNNI__
+    if (job.w.dtype == INT8) job.row += (job.columns + BLOCK - 1) / BLOCK + job.columns / 2;
+#endif
     memcpy(sizes, x.sizes, 8 * x.dim);
     sizes[x.dim - 1] = job.out;
-    job.x = calloc((job.rows + 1) * job.columns, 4);
-    float *other = job.x + job.rows * job.columns;
+    job.x = calloc((job.rows + 1) * job.row, 4);
+    float *other = job.x + job.rows * job.row;
     for (int64_t row = 0; row < job.rows; row++) {
-        float *to = job.x + row * job.columns;
+        float *to = job.x + row * job.row;
         load(to, &x, row * given, n);
         if (gated) {
             load(other, &x, row * given + n, n);
@@ -199,6 +247,9 @@ void product(Value *stack, uint64_t inputs, uint64_t outputs) {
             load(other, &norm, 0, n);
             for (int64_t k = 0; k < n; k++) to[k] *= scale * other[k];
         }
+#ifdef __AVX512VNNI__
+        if (job.w.dtype == INT8) quantise(to, job.columns);
+#endif
     }
     Tensor made = empty(x.dim, sizes, x.dtype, &job.y);
     torch_parallel_for(0, job.w.sizes[0], GRAIN / (job.columns * job.rows * LANES + 1) + 1, multiply, &job);

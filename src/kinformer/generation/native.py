@@ -50,8 +50,8 @@ product, attend = torch.ops.kinformer_step.product.default, torch.ops.kinformer_
 
 def pack(matrix: Tensor) -> Tensor:
     """Return ``matrix`` [rows, columns] as the operator reads it, [spans, columns / step, LANES, step], with zeros
-    behind its last row and column: span by span, column by column, with 16 bits ``step`` = 2 columns at a time."""
-    step = 2 if matrix.dtype == torch.bfloat16 else 1
+    behind its last row and column: span by span, column by column, in 16 and 8 bits ``step`` = 2 columns at a time."""
+    step = 1 if matrix.dtype == torch.float32 else 2
     matrix = functional.pad(matrix, (0, -matrix.shape[1] % step, 0, -len(matrix) % LANES))
     return matrix.view(-1, LANES, matrix.shape[1] // step, step).transpose(1, 2).contiguous()
 

@@ -498,7 +498,7 @@ class Unchanged:
 # takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
 # PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
 
-_NEAR = 1e-4
+_NEAR = 1e-3
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit; four
 roundings in bfloat16, where operators that are one in C round once."""
 
