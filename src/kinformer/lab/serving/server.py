@@ -34,10 +34,11 @@ from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
 from kinformer.lab.runs.run import open_run
 from kinformer.lab.serving import answers, fields
-from kinformer.lab.serving.answers import Answer, ChatAnswer, Piece
+from kinformer.lab.serving.answers import Answer, ChatAnswer
 from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
+from kinformer.lab.serving.requests import Piece
 from kinformer.lab.tasks.texts import TextEmbedder
 from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.distributed import heeded
