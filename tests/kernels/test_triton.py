@@ -250,7 +250,8 @@ def test_mixers_with_padding_and_resets(name):
     for impl in ("triton", "reference"):
         torch.manual_seed(0)
         mixer = config.replace(impl=impl).build(8).to(HERE)
-        y, state = mixer(Chunk(x.masked_fill(~valid[..., None], torch.nan), valid, resets(11, 2)), mixer.initial_state(2))
+        chunk = Chunk(x.masked_fill(~valid[..., None], torch.nan), valid, resets(11, 2))
+        y, state = mixer(chunk, mixer.initial_state(2))
         slopes = torch.autograd.grad(y.square().sum() + state.kv.sum(), list(mixer.parameters()), allow_unused=True)
         found.append((y, state.kv, *(each for each in slopes if each is not None)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

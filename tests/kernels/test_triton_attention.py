@@ -54,7 +54,7 @@ def problem(
     device, dtype, kv_heads=HEADS, pattern=CAUSAL, padding=False, positions=False, sink=False, dropout=False,
     form="dot", decay=False, bias=None, factor=None, keys=None, values=None, shift=False,
 ):  # fmt: skip
-    """The request, and its leaves: q, k, v and what else learns. Two rows where rows differ in what they see or drop."""
+    """The request, and its leaves: q, k, v and what else learns. Two rows where rows see or drop unlike keys."""
     batch = 2 if padding or positions or dropout else 1
     leaves = [draw(batch, HEADS, TIME, WIDTH, seed=0), draw(batch, kv_heads, SLOTS, WIDTH, seed=1)]
     leaves.append(draw(batch, kv_heads, SLOTS, WIDE, seed=2))
