@@ -176,7 +176,7 @@ COMMANDS = {
         "kinformer verify runs/book",
     ),
     "completion": Command(
-        "form:Completion",
+        "completion:Completion",
         "Print a script that completes commands and options in your shell.",
         'eval "$(kinformer completion bash)"',
     ),
@@ -240,7 +240,11 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         return 0
     try:
         _check_members(options)
-        with printing_notes(options.quiet), set_up(command.computes, is_command, name != "serve"), reporting(options):
+        with (
+            printing_notes(options.quiet),
+            set_up(command.computes, is_command, name != "serve"),
+            reporting(options.verbose, getattr(options, "device", None)),
+        ):
             return options.run()
     except KinformerError as error:
         status = _fail(str(error))
