@@ -257,7 +257,8 @@ def _check_members(options: Any) -> None:
     """Refuse an unknown member before PyTorch is imported, which takes seconds."""
     from kinformer.family.table import member
 
-    if (name := getattr(options, "member", "")) and not getattr(options, "resume", False):
+    name = getattr(options, "member", "")  # show and estimate also take the folder of a run
+    if name and "/" not in name and not os.path.isdir(name) and not getattr(options, "resume", False):
         member(name)
     for spec in getattr(options, "members", ()):
         for part in spec.rpartition("=")[2].split(","):
