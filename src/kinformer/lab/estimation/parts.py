@@ -202,17 +202,21 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
     return ledger.costs
 
 
-def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
+def measure_inference(config: ModelSpec, batch: int, length: int, dtype: torch.dtype = torch.float32) -> Costs:
     """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
-    ``length`` tokens: work for learning alone is left out, and memories hold their projections (``mixers``)."""
+    ``length`` tokens in ``dtype``, and the ``state`` bytes of every layer, and of the rest, after it. Work for learning
+    alone is left out, and memories hold their projections (``mixers``)."""
     counter = FlopCounterMode(display=False)
-    model = without_data(config).eval()
+    model = without_data(config).to(dtype).eval()
     tokens = model.input.example(batch, length, "meta")
     ledger = _Ledger(model, counter, "inference")
     with counter, torch.no_grad():
-        outputs(model, tokens)
+        state = outputs(model, tokens)[1]
         ledger.book()
-    return ledger.costs
+    if state is None:
+        return ledger.costs
+    layers = {("state", f"layers.{index}"): nbytes(layer) for index, layer in enumerate(state.layers)}
+    return ledger.costs | layers | {("state", "model"): nbytes(state) - sum(layers.values())}
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
@@ -269,15 +273,3 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
         for module in model.modules():
             module.training = isinstance(module, nn.Dropout | Stack)
     return model, tokens
-
-
-def measure_state(config: ModelSpec, batch: int, length: int, dtype: torch.dtype) -> Costs:
-    """Return the ``state`` bytes of every layer, and of the rest, after ``length`` tokens in ``dtype``."""
-    model = without_data(config).to(dtype).eval()
-    tokens = model.input.example(batch, length, "meta")
-    with torch.no_grad():
-        _, state = outputs(model, tokens)
-    if state is None:
-        return {("state", "model"): 0}
-    costs = {("state", f"layers.{index}"): nbytes(layer) for index, layer in enumerate(state.layers)}
-    return costs | {("state", "model"): nbytes(state) - sum(costs.values())}
