@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -178,6 +179,7 @@ def distinct(config: S) -> S:
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
+@lru_cache(maxsize=32)  # the peak of a training process asks for what its estimate has measured
 def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
@@ -199,7 +201,7 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
                 ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
-    return ledger.costs
+    return dict(ledger.costs)
 
 
 def measure_inference(config: ModelSpec, batch: int, length: int, dtype: torch.dtype = torch.float32) -> Costs:
