@@ -1,6 +1,7 @@
 """The laws of the house, read off the syntax trees: who may import whom, what the text may not hold."""
 
 import ast
+import gc
 import importlib.util
 import os
 import re
@@ -67,7 +68,19 @@ each_module = over(MODULES)
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    """The tree of a file, which stays until the session ends and is not searched for garbage."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, found once for all laws."""
+    return list(ast.walk(tree))
 
 
 def module_name(path: Path) -> str:
@@ -77,7 +90,7 @@ def module_name(path: Path) -> str:
 
 def imports_of(tree: ast.Module, package: str) -> Iterator[str]:
     """Dotted names of all that a module imports, at any depth; a name taken from a module counts with it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -181,7 +194,7 @@ def test_powers_and_quotients_are_not_of_sizes(path):
     """While PyTorch traces a model, sizes are tensors, and these float32 (``core.contract.width_of``)."""
     if path.relative_to(PACKAGE).parts[0] not in MODELS:
         return
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.Div):
             sizes = [side for side in (node.left, node.right) if re.search(r"\.shape\[[^\]]*\]$", ast.unparse(side))]
             assert not sizes, f"line {node.lineno}: {ast.unparse(node)}"
@@ -210,7 +223,7 @@ def test_an_accelerator_names_the_result_that_keeps_it(name):
 def test_benchmarks_import_names_that_exist():
     scripts = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
     for path in scripts.values():
-        nodes = list(ast.walk(tree_of(path)))
+        nodes = nodes_of(tree_of(path))
         tried = {id(inner) for node in nodes if isinstance(node, ast.Try) for inner in ast.walk(node)}
         for node in (node for node in nodes if id(node) not in tried):  # what is tried may be that of an older version
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -249,12 +262,12 @@ STYLE = {"lab/comparison/report.py"}
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The line and the text of every string but docstrings; what an f-string puts in is a bare X."""
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    inner = {id(part) for node in nodes_of(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes_of(tree):
         documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if documented and ast.get_docstring(node):
             inner.add(id(node.body[0].value))  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
@@ -279,7 +292,7 @@ FRAGMENT = re.compile(r"(Of|As|Such|By|Those) ")
 
 def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """The place and the text of every docstring of a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text is not None:
@@ -298,7 +311,7 @@ PLURAL_NOUN = re.compile(r" (?!(?:is|has|was|does|as|its|of|times)\b)[a-z]+[^s\W
 
 def counted(tree: ast.AST) -> Iterator[ast.JoinedStr]:
     """F-strings that write a number of things and a plural after it, also where the number is 1."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.JoinedStr):
             for number, text in zip(node.values, node.values[1:]):
                 if (
@@ -356,7 +369,7 @@ def retired_words() -> list[list[str]]:
 
 def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Identifiers that a module writes, and the names that its docstrings quote, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names = [getattr(node, field, None) for field in ("id", "arg", "attr", "name", "asname")]
         yield from ((getattr(node, "lineno", 0), name) for name in names if isinstance(name, str))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -364,16 +377,17 @@ def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((getattr(node, "lineno", 1), name) for name in QUOTED.findall(text))
 
 
+@cache
+def holds_retired_word(name: str) -> bool:
+    parts = [part.lower() for part in COMPONENTS.findall(name)]
+    runs = {tuple(parts[i : i + n]) for n in (1, 2, 3) for i in range(len(parts))}
+    return name not in ORDINARY and any(tuple(word) in runs for word in retired_words())
+
+
 @each_module
 def test_no_name_holds_a_retired_word(path):
-    retired = retired_words()
-    assert len(retired) > 15
-    wrong = set()
-    for line, name in names_in(tree_of(path)):
-        parts = [part.lower() for part in COMPONENTS.findall(name)]
-        runs = {tuple(parts[i : i + n]) for n in (1, 2, 3) for i in range(len(parts))}
-        if name not in ORDINARY and any(tuple(word) in runs for word in retired):
-            wrong.add(f"{name} in line {line}")
+    assert len(retired_words()) > 15
+    wrong = {f"{name} in line {line}" for line, name in names_in(tree_of(path)) if holds_retired_word(name)}
     assert not wrong, f"{path.name}: see the glossary's table of retired words"
 
 

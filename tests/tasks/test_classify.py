@@ -1,6 +1,7 @@
 """Texts are classified by encoders and by causal members, beside simple rules; a model behind a rule is told."""
 
 import random
+import shlex
 
 import numpy as np
 import pytest
@@ -161,4 +162,15 @@ def test_a_text_run_is_told_where_counting_is_ahead(cli, text_file, tmp_path):
     options = ("--recipe", "tiny", "--steps", "1", "--length", "16", "--batch-size", "2", "--threads", "1")
     code, told, err = cli("train", "gpt", "--data", text_file, *options, "--out", tmp_path / "run")
     assert code == 0 and "to beat in validation: a 5-gram model (" in err
-    assert "is not better than a 5-gram model (" in told.splitlines()[-1]
+    last = told.splitlines()[-1]
+    assert "is not better than a 5-gram model (" in last
+    commands = last.partition("Next: ")[2].split(" or ")
+    assert [command.split()[:2] for command in commands] == [["kinformer", "evaluate"], ["kinformer", "generate"]]
+    for command in commands:
+        assert cli(*shlex.split(command)[1:], "--threads", "1")[0] == 0
+
+
+def test_the_command_for_a_trained_run_is_one_that_its_task_has():
+    for task in TASKS.values():
+        assert not task.use.startswith(("generate", "chat")) or task.generation.refusal is None
+        assert not task.use.startswith("predict") or task.prediction.refusal is None

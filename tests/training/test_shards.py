@@ -99,6 +99,13 @@ def test_a_full_disk_of_the_second_process_reaches_all(runs: tuple[Path, dict[st
     assert runs[1]["after"] == ["step-00000002"]
 
 
+def test_a_weight_of_nan_in_one_shard_stops_all(runs: tuple[Path, dict[str, Any]]) -> None:
+    """Before the checkpoint of its step is written."""
+    first, second = runs[1]["not finite"]
+    assert "a weight is not finite after step 2; the checkpoint of step 1 is kept" in first and first == second
+    assert [path.name for path in (runs[0] / "not finite" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_a_kill_at_any_disk_call_leaves_a_whole_checkpoint(runs: tuple[Path, dict[str, Any]]) -> None:
     """The second save in a folder that keeps one checkpoint: one of the two is there, whole, whatever the moment."""
     begun, *killed = runs[1]["kills"]
