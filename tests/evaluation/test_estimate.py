@@ -20,7 +20,7 @@ from kinformer.kernels.softmax import Visibility
 from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation import estimate as lengths
 from kinformer.lab.estimation.estimate import OPTIMIZERS, at_length, estimate, optimizer_bytes, rules_of_thumb
-from kinformer.lab.estimation.parts import loss_of, measure, measure_state, outputs
+from kinformer.lab.estimation.parts import loss_of, measure, measure_inference, outputs
 from kinformer.lab.training.optimisers import Optimiser
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
@@ -59,6 +59,7 @@ CONFIGS["vanilla, distances and summaries across"] = configure(
         "layers.1.further_mixers": [{"kind": "cross_linformer", "num_heads": 2}],
     },
 )
+CONFIGS["mesanet"] = configure("mesanet", "tiny", set={"layers.*.mixer.iterations": 4})
 CONFIGS["tensorized, memory"] = configure("tensorized", "tiny-memory")
 CONFIGS |= {f"universal, {name}": configure("universal", f"tiny-{name}") for name in ("encoder", "convolution")}
 CONFIGS["blockbert, classes of texts"] = configure("blockbert", "tiny").replace(
@@ -273,23 +274,28 @@ def test_state_bytes_in_bfloat16_are_exact(config):
 
 
 LONG = {way(config): name for name, config in reversed(CONFIGS.items())}.values()
-CONTINUED = ("gpt", "bert", "transformer-xl", "star")
+IN_CHUNKS = ("ttt", "path", "tensorized", "tensorized, memory", "compressive", "dsa")
+"""Members that work through a text in chunks or segments of at most 64 tokens."""
+CONTINUED = ("gpt", "bert", "transformer-xl", "star", *IN_CHUNKS)
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_long_lengths_are_continued_exactly(name, monkeypatch):
-    """At a quarter of the usual lengths, which tiles of kernels divide alike."""
-    monkeypatch.setattr(lengths, "DIRECT", 512)
-    monkeypatch.setattr(lengths, "STEP", 128)
+    """At a quarter, or an eighth, of the usual lengths, which tiles of kernels divide alike."""
+    step = 64 if name in IN_CHUNKS else 128
+    monkeypatch.setattr(lengths, "DIRECT", 4 * step)
+    monkeypatch.setattr(lengths, "STEP", step)
     changes = {"position.max_length": 10_000} if CONFIGS[name].position.kind == "learned" else {}
     if hasattr(CONFIGS[name].layers[0].mixer, "max_length"):
         changes["layers.*.mixer.max_length"] = 10_000
     if name in ("compressive", "tensorized, memory"):  # whose segments are absorbed one by one
         changes["layers.*.mixer.segment"] = 64
+    if name == "ttt":
+        changes["layers.*.mixer.mini_batch"] = 64
     if CONFIGS[name].stack.kind == "stages":
         changes["stack"] = "sequential"
-    config, length = configure_like(CONFIGS[name], changes), 1060
-    for function in (cache(partial(measure, config, 2)), cache(lambda n: measure_state(config, 2, n, torch.float32))):
+    config, length = configure_like(CONFIGS[name], changes), 8 * step + 36
+    for function in (cache(partial(measure, config, 2)), cache(partial(measure_inference, config, 2))):
         got, want = at_length(function, length, horizon=40), function(length)
         assert name not in CONTINUED or function.cache_info().hits == 0, "it is measured as it is"
         assert {key: got.get(key, 0) for key in want} == want and all(key in want or not got[key] for key in got)
