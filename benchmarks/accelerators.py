@@ -1,6 +1,6 @@
 """What is each accelerator worth that has a plain way beside it? The same work with and without it, in turns.
 
-    packed      generation with all weights in oneDNN's layout (generation/weights.py), beside the model's own products
+    packed      generation with products of packed weights in C (generation/native.py), beside the model's own products
     projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made
     first sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside
     SDPA falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all

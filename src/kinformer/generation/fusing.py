@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 _X, _RESIDUAL, _NORM, _EPS, _GATED = 0, 5, 6, 7, 8
 """The places of arguments of ``native.product``."""
 # A pattern is an operator's name and the patterns of its arguments ("" for a list), a variable's name, or a value.
-_WAVES = (
-    ("sub", ("mul", "a", "cos"), ("mul", "b", "sin"), 1),
-    ("add", ("mul", "a", "sin"), ("mul", "b", "cos"), 1),
-)
+_WAVES = ("sub", ("mul", "a", "cos"), ("mul", "b", "sin")), ("add", ("mul", "a", "sin"), ("mul", "b", "cos"))
 _NEIGHBOURS = ("flatten", ("stack", ("", *_WAVES), -1), -2, -1)
 _FAR = ("cat", ("", *_WAVES, "rest"), -1)
 
@@ -79,7 +76,7 @@ class Fusion:
         x = self._tensor(arguments[_X])
         norm = self._match(arguments[_X], ("rms_norm", "x", ("", "size"), "factor", "eps"))
         gate = self._match(arguments[_X], ("mul", ("silu", "a"), "b"))
-        if norm and _is_ref(norm["factor"]) and self._is_plain(norm["x"], x):
+        if norm and all(_is_ref(norm[name]) and self._is_plain(norm[name], x) for name in ("x", "factor")):
             eps = torch.finfo(x.dtype).eps if norm["eps"] is None else norm["eps"]
             arguments[_X], arguments[_NORM], arguments[_EPS] = norm["x"], norm["factor"], eps
         elif gate and (whole := self._halves(gate["a"], gate["b"])) and self._is_plain(whole, x):
@@ -121,10 +118,8 @@ class Fusion:
         k, v = (copy.arguments[1] for copy in copies)
         q, k, cos, sin, pairs = self._unturned(q, k)
         taken = [self._tensor(ref) for ref in (q, k, v, keys, vectors)]
-        dtypes = {x.dtype for x in taken}
-        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.bfloat16} or any(x.stride(-1) != 1 for x in taken):
-            return call, []
-        if any(x.shape[2] != 1 for x in taken[:3]):
+        few = all(x.shape[2] == 1 for x in taken[:3]) and all(x.stride(-1) == 1 for x in taken)
+        if not few or {x.dtype for x in taken} not in ({torch.float32}, {torch.bfloat16}):
             return call, []
         return call._replace(operator=native.attend, arguments=(q, k, v, cos, sin, keys, vectors, scale, pairs)), copies
 
@@ -132,25 +127,19 @@ class Fusion:
         """Return q and k before the rotation that turns both at once, if one does, its cosines and sines, and whether
         neighbours are pairs."""
         call, plain = self._maker(q), (q, k, self._none, self._none, False)
-        if (
-            call is None
-            or _name(call) != "split_with_sizes"
-            or call is not self._maker(k)
-            or call.results[0] != q.number
-        ):
+        if call is None or call is not self._maker(k) or _name(call) != "split_with_sizes":
             return plain
         near = self._match(call.arguments[0], _NEIGHBOURS)
         values = near or self._match(call.arguments[0], _FAR)
-        if not values:
-            return plain
         if near:
             ends = [self._match(values[name], ("slice", "x", 3, at, "end", 2)) for at, name in enumerate("ab")]
             whole = ends[0]["x"] if all(ends) and ends[0]["x"] == ends[1]["x"] else None
         else:
-            whole = self._halves(values["a"], values["b"])
+            whole = self._halves(values.get("a"), values.get("b"))
             whole = self._match(whole, ("slice", "x", 3, 0)).get("x", whole)
         both = self._match(whole, ("cat", ("", "q", "k"), 1))
-        if not both or self._tensor(whole).shape != self._tensor(call.arguments[0]).shape:
+        same = bool(both) and self._tensor(whole).shape == self._tensor(call.arguments[0]).shape
+        if not same or call.results != (q.number, k.number) or not self._is_plain(values["cos"], self._tensor(q)):
             return plain
         return both["q"], both["k"], values["cos"], values["sin"], bool(near)
 

@@ -109,12 +109,21 @@ static inline float exponential(float x) {  // relative error 2e-7; a loop over 
 #define SECOND(x) ((Floats)(*(const Words *)(x) & 0xffff0000))
 #define ITSELF(x) (x)
 
-// The products [r][s] of R inputs x [n] and S spans of LANES rows of weights. A span is stored column by column, with 16
+// The products [r][s] of R inputs x [n] and S spans (with PARTS > 1 of one input and one span, which is read in its
+// order, as memory is read fastest) of LANES rows of weights. A span is stored column by column, with 16
 // and 8 bits two columns at a time.
-#define MULTIPLY(NAME, TYPE, STEP, ONE, OTHER, R, S) \
+#define MULTIPLY(NAME, TYPE, STEP, ONE, OTHER, R, S, PARTS) \
     static void NAME(const void *weights, const float *x, int64_t n, Floats *out) { \
-        Floats sums[R][S] = {0}; \
-        for (int64_t k = 0; k < n; k += STEP) \
+        Floats sums[R][S] = {0}, parts[R][PARTS] = {0}; \
+        int64_t first = 0; \
+        for (; PARTS > 1 && first + PARTS * STEP <= n; first += PARTS * STEP) \
+            for (int part = 0; part < PARTS; part++) { \
+                const TYPE *at = (const TYPE *)weights + (first + part * STEP) * LANES; \
+                parts[0][part] += ONE(at) * x[first + part * STEP]; \
+                if (STEP == 2) parts[0][part] += OTHER(at) * x[first + part * STEP + 1]; \
+            } \
+        for (int part = 0; part < PARTS; part++) sums[0][0] += parts[0][part]; \
+        for (int64_t k = first; k < n; k += STEP) \
             for (int s = 0; s < S; s++) { \
                 const TYPE *at = (const TYPE *)weights + (s * n + k) * LANES; \
                 Floats one = ONE(at), other = OTHER(at); \
@@ -126,23 +135,31 @@ static inline float exponential(float x) {  // relative error 2e-7; a loop over 
         memcpy(out, sums, sizeof sums); \
     }
 #define MULTIPLY_EACH(KIND, TYPE, STEP, ONE, OTHER) \
-    MULTIPLY(KIND##_one, TYPE, STEP, ONE, OTHER, 1, 1) \
-    MULTIPLY(KIND##_row, TYPE, STEP, ONE, OTHER, 1, 4) \
-    MULTIPLY(KIND##_few, TYPE, STEP, ONE, OTHER, FEW, SPANS)
+    MULTIPLY(KIND##_one, TYPE, STEP, ONE, OTHER, 1, 1, 4) \
+    MULTIPLY(KIND##_few, TYPE, STEP, ONE, OTHER, FEW, SPANS, 1)
 MULTIPLY_EACH(float, float, 1, FLOATS, FLOATS)
 MULTIPLY_EACH(half, uint16_t, 2, FIRST, SECOND)
 #ifdef __AVX512VNNI__
 // The same of 8-bit weights, with inputs of 16 bits: behind each row x [n] stand its blocks' steps and whole numbers,
 // two in a word. 127 * MOST * BLOCK < 2^31, so a sum of a block is exact.
 enum { BLOCK = 512, MOST = 32767 };
-#define MULTIPLY_BYTES(NAME, R, S) \
+#define MULTIPLY_BYTES(NAME, R, S, PARTS) \
     static void NAME(const void *weights, const float *x, int64_t n, Floats *out) { \
         Floats sums[R][S] = {0}; \
         int64_t blocks = (n + BLOCK - 1) / BLOCK, row = n + blocks + n / 2; \
         for (int64_t block = 0; block < blocks; block++) { \
-            __m512i whole[R][S]; \
-            memset(whole, 0, sizeof whole); \
-            for (int64_t k = block * BLOCK; k < n && k < (block + 1) * BLOCK; k += 2) \
+            __m512i whole[R][S], parts[PARTS]; \
+            memset(whole, 0, sizeof whole), memset(parts, 0, sizeof parts); \
+            int64_t first = block * BLOCK, end = first + BLOCK < n ? first + BLOCK : n; \
+            for (; PARTS > 1 && first + PARTS * 2 <= end; first += PARTS * 2) \
+                for (int part = 0; part < PARTS; part++) { \
+                    const int8_t *at = (const int8_t *)weights + (first + part * 2) * LANES; \
+                    __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)at)); \
+                    __m512i both = _mm512_set1_epi32(((const int32_t *)(x + n + blocks))[first / 2 + part]); \
+                    parts[part] = _mm512_dpwssd_epi32(parts[part], w, both); \
+                } \
+            for (int part = 0; part < PARTS; part++) whole[0][0] = _mm512_add_epi32(whole[0][0], parts[part]); \
+            for (int64_t k = first; k < end; k += 2) \
                 for (int s = 0; s < S; s++) { \
                     const int8_t *at = (const int8_t *)weights + (s * n + k) * LANES; \
                     __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)at)); \
@@ -156,9 +173,8 @@ enum { BLOCK = 512, MOST = 32767 };
         } \
         memcpy(out, sums, sizeof sums); \
     }
-MULTIPLY_BYTES(byte_one, 1, 1)
-MULTIPLY_BYTES(byte_row, 1, 4)
-MULTIPLY_BYTES(byte_few, FEW, SPANS)
+MULTIPLY_BYTES(byte_one, 1, 1, 4)
+MULTIPLY_BYTES(byte_few, FEW, SPANS, 1)
 
 static void quantise(float *x, int64_t n) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
@@ -188,7 +204,7 @@ typedef struct {
 static void multiply(int64_t first, int64_t end, void *context) {
     Product *job = context;
     int64_t n = job->columns, spans, few, size = job->w.dtype == INT8 ? 1 : job->w.dtype == FLOAT ? 4 : 2;
-    Multiply *ways[3][3] = {{float_one, float_row, float_few}, {half_one, half_row, half_few}, {byte_one, byte_row, byte_few}};
+    Multiply *ways[3][2] = {{float_one, float_few}, {half_one, half_few}, {byte_one, byte_few}};
     Multiply **way = ways[size == 4 ? 0 : size == 2 ? 1 : 2];
     for (int64_t at = first; at < end; at += spans) {
         spans = end - at >= 4 ? 4 : 1;
@@ -197,10 +213,10 @@ static void multiply(int64_t first, int64_t end, void *context) {
             const char *w = (const char *)job->w.data + at * n * LANES * size;
             const float *x = job->x + row * job->row;
             few = job->rows - row >= FEW ? FEW : 1;
-            int64_t step = few == 1 ? spans : spans >= SPANS ? SPANS : 0;
+            int64_t step = few == 1 ? 1 : spans >= SPANS ? SPANS : 0;
             if (!step) few = step = 1;
             for (int64_t span = 0; span < spans; span += step) {
-                (few > 1 ? way[2] : step == 4 ? way[1] : way[0])(w + span * n * LANES * size, x, n, sums);
+                way[few > 1](w + span * n * LANES * size, x, n, sums);
                 for (int64_t i = 0; i < few * step * LANES; i++) {
                     int64_t r = row + i / (step * LANES), c = (at + span) * LANES + i % (step * LANES);
                     if (c >= job->out) continue;
