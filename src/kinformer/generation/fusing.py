@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kinformer.generation import native
 
-if TYPE_CHECKING:
-    from kinformer.generation.recording import Call, Ref
+Call = Any
+"""A call of ``generation.recording``, which imports this file."""
 
 _X, _RESIDUAL, _NORM, _EPS, _GATED = 0, 5, 6, 7, 8
 """The places of arguments of ``native.product``."""
@@ -27,7 +27,7 @@ class Fusion:
     """The ``calls`` of a tape with the results ``outputs``; ``tensor``: the tensor of a reference; ``none``: the
     reference to one without elements."""
 
-    def __init__(self, calls: Sequence[Call], outputs: Sequence[Ref], tensor: Callable[[Any], Tensor], none: Ref):
+    def __init__(self, calls: Sequence[Call], outputs: Sequence[Any], tensor: Callable[[Any], Tensor], none: Any):
         self._old, self._tensor, self._none = calls, tensor, none
         self._made = {number: call for call in calls for number in call.results}
         self._uses = Counter([ref.number for ref in outputs])
