@@ -9,7 +9,7 @@ from kinformer.lab.serving.engine import ROOM, BusyError, Engine, Limits, row_by
 from kinformer.runtime.errors import KinformerError
 
 from ..generation.conftest import tiny
-from ..members import CAUSAL
+from ..members import CAUSAL, TINY, one_layer
 from .conftest import exhaust, request
 
 MEMBERS = ["gpt", "linear-transformer", "gated-deltanet", "transformer-xl", "local"]
