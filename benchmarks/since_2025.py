@@ -10,8 +10,8 @@ layers of width 64 with one head, at 1,024 symbols and four tokens a pair. The b
 parameters, as many steps as the minutes buy at speeds measured in turns.
 
 A finished row is written at once, into the result file and into the page's tables, and the next call computes the
-missing rows. A time has the load of the machine beside it. Times of a busy machine are marked, and are measured again
-on a quiet one.
+missing rows. The result file has the load of the machine beside a time: processor time does not count what other
+programs take, but these use the caches and the memory too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,21 @@ from common import RESULTS, arguments, medians, prepare, save, show
 from kinformer.core.contract import CausalMixer, Chunk
 from kinformer.core.state import reserve
 from kinformer.family.build import configure
+from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
+from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.plan import Contestant, still_in
+from kinformer.lab.comparison.record import Cache
+from kinformer.lab.comparison.speed import stepper
 
 NAME = "since_2025"
 BESIDE = ("rope", "mamba2", "gated-deltanet", "kda")
 RECENT = ("comba", "gdn2", "mesanet", "path", "dsa", "ttt")
 NAMES = [name for name in (*BESIDE, *RECENT) if name in MEMBERS]
+LAYERS = [*NAMES, "gated_convolution"]
+"""The members, and LFM2's mixer, which reads three tokens: of this one only the bytes and the times are measured."""
 DIM, HEADS = 256, 4
-LENGTHS, PAIRS, STEPS, PIECE, QUIET = (1024, 8192, 65_536), (64, 128, 256), 16, 2048, 1.5
+LENGTHS, PAIRS, STEPS, PIECE = (1024, 8192, 65_536), (64, 128, 256), 16, 2048
 SYMBOLS, ROWS, RATES, SEEDS = 1024, {64: 64, 128: 32, 256: 16}, (3e-3, 1e-3), (0,)
 PAGE = Path(__file__).parent / "pages" / f"{NAME}.md"
 
@@ -52,6 +59,9 @@ Row = dict[str, Any]
 
 def built(name: str, dim: int) -> CausalMixer:
     torch.manual_seed(0)
+    if name not in MEMBERS:
+        mixer: CausalMixer = kinds()["mixer"][name]().build(dim)
+        return mixer
     changes = {"layers.0.mixer.num_heads": dim // 64}
     layer: CausalMixer = configure(name, "small", set=changes).layers[0].mixer.build(dim)
     return layer
@@ -110,14 +120,11 @@ class Results:
             write_page(self)
 
 
-def busy() -> bool:
-    return os.getloadavg()[0] > QUIET
-
-
 def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> None:
-    """Measure the missing states and tokens, and on a quiet machine the tokens of a busy one again."""
+    """Measure the missing states and tokens."""
+    names = results.options.members or LAYERS
     for length in lengths:
-        for name in results.names:
+        for name in names:
             if not results.of("state", name, length):
                 size = built(name, dim).state_bytes(length)
                 results.rows.append({"what": "state", "member": name, "size": length, "bytes": size})
@@ -125,9 +132,8 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
     if results.options.states:
         return
     for length in lengths:
-        for name in results.names:
-            known = results.of("token", name, length)
-            if not known or (known[0]["load"] > QUIET and not busy()):
+        for name in names:
+            if not results.of("token", name, length):
                 results.add({"what": "token", "member": name, "size": length, **token_row(name, length, dim, rounds)})
                 print(f"a token of {name} after {length}: {results.rows[-1]['ms']:.2f} ms", flush=True)
 
@@ -153,6 +159,16 @@ def recall(results: Results, sizes: Sequence[int], steps: int) -> None:
                 print(row, f"{results.rows[-1]['accuracy']:.1%}", flush=True)
 
 
+def processor_speeds(entrants: Sequence[Contestant], settings: CompareOptions, _: Cache) -> None:
+    """Record the processor time of a training step of each entrant, measured in turns."""
+    entrants = still_in(entrants)
+    files = [entrant.options(Path(), settings.middle, settings.seed, 1) for entrant in entrants]
+    steps = {entrant.name: stepper(file, "cpu") for entrant, file in zip(entrants, files, strict=True)}
+    taken = medians(steps, settings.rounds, True)
+    for entrant in entrants:
+        entrant.note(training={"seconds": taken[entrant.name] / 1000})
+
+
 def book(results: Results) -> None:
     """Measure the speeds of members without one, and train the missing seeds."""
     options = results.options
@@ -161,7 +177,9 @@ def book(results: Results) -> None:
     rows = {row["name"] for row in known["members"]}
     if missing := [name for name in results.names if name not in rows]:
         # with the first one again, whose speed tells how the machine differs
-        measured = equal_minutes.begun(options, options.runs, list(dict.fromkeys([NAMES[0], *missing])), {})
+        measured = equal_minutes.begun(
+            options, options.runs, list(dict.fromkeys([NAMES[0], *missing])), {}, processor_speeds
+        )
         new = [row for row in measured["members"] if row["name"] not in rows]
         results.book = measured | known | {"members": [*known["members"], *new]}
         results.write()
@@ -181,7 +199,7 @@ def book(results: Results) -> None:
 def per_size(results: Results, what: str, sizes: Iterable[int], cell: Callable[[Row], str]) -> dict[str, list[str]]:
     """The cells of every member, by size: of the best row where there are several."""
     table = {}
-    for name in NAMES:
+    for name in NAMES if what == "recall" else LAYERS:
         chosen = [results.of(what, name, size) for size in sizes]
         best = [max(rows, key=lambda row: row.get("accuracy", 0)) if rows else None for rows in chosen]
         table[name] = ["" if row is None else cell(row) for row in best]
@@ -194,7 +212,7 @@ def state_cell(row: Row) -> str:
 
 
 def token_cell(row: Row) -> str:
-    return f"{row['ms']:.1f}" + ("*" if row["load"] > QUIET else "")
+    return f"{row['ms']:.1f}"
 
 
 def book_cells(results: Results) -> dict[str, list[str]]:
@@ -214,7 +232,7 @@ def tables(results: Results) -> dict[str, tuple[list[str], dict[str, list[str]]]
         "Bytes of the state of a layer, by the tokens that it has read": (
             lengths, per_size(results, "state", LENGTHS, state_cell),
         ),
-        "Milliseconds of a token, by the tokens before it (*: other work was in the way)": (
+        "Milliseconds of a token in processor time, by the tokens before it": (
             lengths, per_size(results, "token", LENGTHS, token_cell),
         ),
         "Right answers of associative recall, by pairs in a row": (

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,19 @@ def test_import_law(path):
     if room != "lab":
         foreign = {parts[0] for parts in own_imports(path) if parts and parts[0] not in (room, "__version__")}
         assert foreign <= set(allowed)
+
+
+def test_no_files_import_one_another_in_a_circle():
+    """Imports inside functions and for types count, too: what both sides need is a subject, and has its own file."""
+    names = {tuple(module_name(path).split(".")[1:]): path for path in MODULES}
+    imports = {
+        name: {next((parts[:n] for n in range(len(parts), 0, -1) if parts[:n] in names), name) for parts in found}
+        for name, path in names.items()
+        if path.relative_to(PACKAGE).as_posix() not in LAZY
+        for found in [list(map(tuple, own_imports(path)))]
+    }
+    graph = {".".join(name): {".".join(one) for one in found - {name}} for name, found in imports.items()}
+    assert list(TopologicalSorter(graph).static_order())  # raises a CycleError, which names the files
 
 
 def test_a_part_has_the_tests_that_are_named_like_it_or_import_it():

@@ -14,7 +14,8 @@ from kinformer.core.stack import HeadConfig
 from kinformer.family.build import configure
 from kinformer.lab.cli.main import main
 from kinformer.lab.data import open_corpus
-from kinformer.lab.datastore.attach import KeyedDecoder, attach_store, looks_up
+from kinformer.lab.datastore.attach import attach_store, looks_up
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure

@@ -433,7 +433,13 @@ REFUSED = {
         "linear translator",
         {key: torch.zeros(1, 2, dtype=torch.int64) for key in ("input_ids", "decoder_input_ids")}
         | {"output_attentions": True},
-        "a model of a source does not return weights",
+        "output_attentions: a model of a source returns the last hidden states of its encoder alone",
+    ),
+    "layers over a source": (
+        "linear translator",
+        {key: torch.zeros(1, 2, dtype=torch.int64) for key in ("input_ids", "decoder_input_ids")}
+        | {"output_hidden_states": True},
+        "output_hidden_states: a model of a source returns",
     ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
@@ -527,6 +533,25 @@ def test_hidden_states_are_what_the_layers_return(name, pairs):
     alone = pair.theirs(input_ids=first, output_hidden_states=True).hidden_states[0]
     row = pair.theirs(input_ids=inputs["input_ids"][:1], output_hidden_states=True).hidden_states[0]
     assert torch.allclose(row[:, :1], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["convformer", "hipt", "deit of two classifiers"])
+@torch.no_grad()
+def test_hidden_states_of_images_are_what_the_layers_return(name, pairs):
+    pair = pairs(name)
+    images = pair.inputs()["pixel_values"]
+    outputs = pair.theirs(images, output_hidden_states=True)
+    first, *layers = outputs.hidden_states
+    assert torch.equal(outputs.logits, pair.theirs(images).logits) and pair.theirs(images).hidden_states is None
+    count = len(pair.ours.stack.order)
+    assert len(layers) == count and first.shape[1] == pair.ours.input.length(images)
+    hidden = pair.ours.hidden(images, taps=range(count))
+    assert all(map(torch.equal, layers, (*hidden.tapped[:-1], hidden.long_input)))
+    calls = []
+    handle = pair.ours.stack.layers[0].register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0]))
+    pair.ours(images)
+    handle.remove()
+    assert torch.equal(first, calls[0][:, -first.shape[1] :])
 
 
 @pytest.mark.parametrize("name", WITH_IDS)

@@ -41,8 +41,13 @@ class Train(TrainOptions, CommonOptions):  # type: ignore[misc]  # each base che
         elif first and not result.signal:
             speed = f"{result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
             print(f"{summary.folder}: {plural(result.steps, 'step')} in {speed}, {summary.best}")
-            if summary.verdict:
-                print(spelled(f"{summary.verdict}."))
+            last = [spelled(f"{summary.verdict}.")] if summary.verdict else []
+            if not self.quiet:
+                uses = ("evaluate {}", summary.use) if summary.use else ("evaluate {}",)
+                commands = " or ".join(f"kinformer {use.format(shlex.quote(str(summary.folder)))}" for use in uses)
+                last.append(f"Next: {commands}")
+            if last:
+                print(*last)
         return 128 + result.signal if result.signal else 0
 
 

@@ -100,13 +100,15 @@ def _data(data: JsonObject) -> str:
 @dataclass(frozen=True)
 class Summary:
     """The result of training: the run's ``folder``, its member and number of ``parameters``, the trainer's ``result``,
-    the ``metrics`` of its validations, and the ``verdict``, a sentence if a simple rule is as good."""
+    the ``metrics`` of its validations, the task's ``use`` of it, and the ``verdict``, a sentence if a simple rule is as
+    good."""
 
     folder: Path
     member: str
     parameters: int
     result: Result
     metrics: tuple[Metric, ...]
+    use: str
     verdict: str | None = None
 
     @property
@@ -248,7 +250,7 @@ def _stage(
     if reporter:
         reporter.result = result
         reporter.write()
-    return Summary(run.folder, run.member, parameters, result, data.metrics)
+    return Summary(run.folder, run.member, parameters, result, data.metrics, run.task.use)
 
 
 def _join_and_work(plan: Plan) -> Summary:
