@@ -12,6 +12,7 @@ result names the packages that are not installed.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ import kinformer
 from common import RESULTS, arguments, prepare, save, show
 from kinformer.lab.runs.run import save_weights
 from kinformer.nn import MultiheadAttention
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 LIMIT, NEW, TEXT, NOISE, KEY = 1e-5, 24, "def __init__(self", 0.2, "secret"
 RMS = {"layers.*.norm": "rms_norm", "norm": "rms_norm"}
@@ -55,7 +58,6 @@ FEW = ("llama", "gated-deltanet")
 NOT_TRIED = {
     "llama_index": "LlamaIndex's OpenAILike on a served run (its releases require transformers below 5)",
     "vllm": "vLLM on a native folder",
-    "xllamacpp": "llama.cpp on a native folder (see the page llama_cpp)",
     "x_transformers": "x-transformers' own tests (see the page training_step)",
 }
 """Clients without a trial here: the module and the use."""
@@ -353,6 +355,21 @@ def run_by_onnx(name: str) -> float:
     return unequal(np.concatenate(new, 1), kinformer.generate(ours(name), ids, max_new_tokens=NEW, temperature=0))
 
 
+def run_by_llama_cpp(name: str) -> float:
+    """The bytes of llama.cpp's greedy tokens, from the file that ``examples/to_gguf.py`` writes."""
+    import xllamacpp
+    from to_gguf import convert
+
+    from llama_cpp import LlamaCpp
+
+    file, ids = FOLDER / "F32.gguf", prompt(1)
+    convert(exported(name).folder, file)
+    asked = {"prompt": ids[0].tolist(), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    (choice,) = LlamaCpp(xllamacpp, file, 2 * ids.shape[1] + NEW, 1).server.handle_completions(asked)["choices"]
+    new = [one for token in choice["logprobs"]["content"] for one in token["bytes"]]
+    return unequal(new, kinformer.generate(ours(name), ids, max_new_tokens=NEW, temperature=0))
+
+
 TRIALS = (
     Trial("transformers", "generate, greedy", CAUSAL, greedy),
     Trial("transformers", "generate, rows padded on the left", CAUSAL, padded),
@@ -369,6 +386,7 @@ TRIALS = (
     Trial("langchain_openai", "completions and chats, whole and as a stream", FEW, invoked),
     Trial("lm_eval", "log-likelihoods by kinformer and by hf", FEW, judged),
     Trial("onnxruntime", "a greedy text from a graph", ("linear-transformer",), run_by_onnx),
+    Trial("xllamacpp", "a greedy text from a GGUF file", ("gpt", "llama"), run_by_llama_cpp),
 )
 CLIENTS = tuple(dict.fromkeys(trial.client for trial in TRIALS))
 ORDER = [(trial.client, trial.use) for trial in TRIALS]

@@ -20,7 +20,7 @@ from kinformer.kernels.softmax import Visibility
 from kinformer.lab.cli.studying import Estimate
 from kinformer.lab.estimation import estimate as lengths
 from kinformer.lab.estimation.estimate import OPTIMIZERS, at_length, estimate, optimizer_bytes, rules_of_thumb
-from kinformer.lab.estimation.parts import loss_of, measure, measure_state, outputs
+from kinformer.lab.estimation.parts import loss_of, measure, measure_inference, outputs
 from kinformer.lab.training.optimisers import Optimiser
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
@@ -295,7 +295,7 @@ def test_long_lengths_are_continued_exactly(name, monkeypatch):
     if CONFIGS[name].stack.kind == "stages":
         changes["stack"] = "sequential"
     config, length = configure_like(CONFIGS[name], changes), 8 * step + 36
-    for function in (cache(partial(measure, config, 2)), cache(lambda n: measure_state(config, 2, n, torch.float32))):
+    for function in (cache(partial(measure, config, 2)), cache(partial(measure_inference, config, 2))):
         got, want = at_length(function, length, horizon=40), function(length)
         assert name not in CONTINUED or function.cache_info().hits == 0, "it is measured as it is"
         assert {key: got.get(key, 0) for key in want} == want and all(key in want or not got[key] for key in got)

@@ -18,6 +18,7 @@ from kinformer.generation.beam import Search, beam_search
 from kinformer.interop import auto
 from kinformer.interop.auto import CACHE
 from kinformer.lab.cli.main import main
+from kinformer.lab.data import ByteTokenizer
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import assert_close
@@ -127,7 +128,22 @@ def test_logits_are_the_runs_bits_and_importing_gives_them_back(name, pairs, tmp
 
 def test_a_new_process_needs_trust_alone(pairs, tmp_path):
     """Nothing of ours is imported before transformers reads the folders."""
-    code = ["import sys, torch, transformers", "print('kinformer' in sys.modules)"]
+    writer = pairs("gated-deltanet")
+    code = [
+        f"""
+import sys, torch, transformers
+print('kinformer' in sys.modules)
+folder = {str(writer.done.folder)!r}
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print("trust_remote_code" in str(error))
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+print(type(model).__module__.startswith("transformers_modules"))
+inputs = transformers.AutoTokenizer.from_pretrained(folder)("It was ", return_tensors="pt")
+print(*model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, 7:].tolist())
+"""
+    ]
     for name in ONE_OF_EACH:
         pair = pairs(name)
         torch.save(pair.inputs(), tmp_path / f"{pair.use}.pt")
@@ -146,8 +162,10 @@ def test_a_new_process_needs_trust_alone(pairs, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    sums = [str(pairs(name).wanted().sum(dtype=torch.float64).item()) for name in ONE_OF_EACH]
-    assert done.stdout.split() == ["False", *sums]
+    sums = [pairs(name).wanted().sum(dtype=torch.float64).item() for name in ONE_OF_EACH]
+    prompt = torch.from_numpy(ByteTokenizer().encode("It was "))[None]
+    new = kinformer.generate(writer.ours, prompt, max_new_tokens=8, temperature=0)[0].tolist()
+    assert done.stdout.split() == ["False", "True", "True", *map(str, new), *map(str, sums)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -130,7 +130,7 @@ def test_the_sentence_of_a_task():
     assert task.verdict(ACCURACY, 1.0, {"guessing": 1.0}) is None
     assert task.verdict(ACCURACY, 0.1, {}) is None
     assert task.verdict(ACCURACY, 0.1, {"guessing": 0.2}).startswith(
-        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); give more `minutes` or `steps`"
+        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); keys are found only "
     )
     text = TASKS["next-token"]
     assert text.verdict(BITS_PER_BYTE, 2.0, {"ngram_bits_per_byte": 2.1}) is None
@@ -148,6 +148,7 @@ def test_the_sentence_of_a_task():
         ("bert --task mlm --length 32", "the frequency of tokens ("),
         ("gpt --task image", "counting at every place ("),
         ("vanilla --task super-resolution --data digits", "counting by the small image ("),
+        ("vanilla --length 32", "a 5-gram model of the translations, without their sources ("),
     ],
 )
 def test_a_task_announces_its_rule(cli, text_file, tmp_path, arguments, rule):

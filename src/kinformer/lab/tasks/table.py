@@ -215,7 +215,7 @@ RECORDS = (
             "set": {"dim": 64, "initialisation.scheme": "framework"},
         },
         rivals={"guessing": "guessing a value of the row"},
-        advice="give more `minutes` or `steps`, fewer `pairs` or `symbols`, or `lr` 0.003",
+        advice="keys are found only after some hundred steps: give more `minutes` or `steps`, or fewer `pairs`",
         Options=options.RecallOptions,
         EvaluationOptions=options.RecallEvaluationOptions,
         open=described,
@@ -539,7 +539,11 @@ RECORDS = (
             "set": dict.fromkeys(("layers.*.residual", "encoder.layers.*.residual"), "pre")
             | dict.fromkeys(("norm", "encoder.norm"), "layer_norm"),
         },
-        rivals={"copy_bleu": "the untranslated source", "shuffled_bleu": "its own translations of other lines"},
+        rivals={
+            "copy_bleu": "the untranslated source",
+            "shuffled_bleu": "its own translations of other lines",
+            "targets_counted": "a 5-gram model of the translations, without their sources",
+        },
         advice="give more `minutes` or `steps`, or more pairs",
         use="predict {} FILE",
         Options=options.TranslateOptions,
