@@ -259,9 +259,9 @@ def check_positions(model: Model, windows: Windows | None) -> None:
         )
 
 
-def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
+def whole_length(run: TrainedRun, model: Model) -> int:
     """Return the length that an encoder was trained at, within its positions."""
-    length = run.training.get("length", model.max_length or default)
+    length = run.training.get("length", model.max_length or 512)
     return length if model.max_length is None else min(length, model.max_length)
 
 
