@@ -136,7 +136,10 @@ class EncoderLayerConfig(Config):
 def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
     """Return the grid of the patches x [batch, rows * columns, dim], for a mixer ``kind`` that reads images only."""
     if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
-        raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")
+        raise KinformerError(
+            f"the mixer {kind} is for the patches of images and nothing else; give grid=(rows, columns), the grid of "
+            f"these {x.shape[1]} patches."
+        )
     return text.grid
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer, RAdam, SparseAda
 
 from kinformer.core.stack import Stack, sparse_tables, units_of
 from kinformer.lab.training.checkpoint import Checkpoints
-from kinformer.lab.training.data_module import UNDIVIDED, Layouts
+from kinformer.lab.training.layouts import UNDIVIDED, Layouts
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import gathered, is_sharded, local_part, replicated, spared, whole
 from kinformer.runtime.errors import KinformerError
