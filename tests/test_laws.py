@@ -215,7 +215,7 @@ def test_powers_and_quotients_are_not_of_sizes(path):
 
 
 ACCELERATORS = (
-    "generation/weights.py",
+    "generation/native.py",
     "generation/recording.py",
     "kernels/attention/cached.py",
     "kernels/block_sparse/scores.py",

@@ -110,7 +110,7 @@ def test_a_replaced_product_is_neither_packed_nor_read_by_the_loss():
 
     def paths():
         read = model.head.product(model.input) is not None
-        return read, not can_pack(model) or isinstance(pack(model, least=0).head.output, PackedLinear)
+        return read, not can_pack(model) or isinstance(pack(model).head.output, PackedLinear)
 
     assert paths() == (True, True)
     replace(model.head.output)

@@ -246,7 +246,7 @@ def _retrieving(
             f"{store.folder}: its tokens come from another tokenizer than {run.folder}'s; give one of its tokenizer."
         )
     if rows is not None:
-        keys = keyed(retriever, pack(keys.decoder, rows))
+        keys = keyed(retriever, pack(keys.decoder))
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 

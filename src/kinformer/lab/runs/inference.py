@@ -198,7 +198,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     assert options.seed is not None
     device = options.prepare(options.seed)
     model = as_weights(run.model(options.set).to(device), options.weights)
-    packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
+    packed = model if run.task.generation.prompt == "lines" else pack(model)
     if options.package is not None:
         from kinformer.lab.runs.exporting import attach_package
 
@@ -225,7 +225,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
             f"`draft` {other.folder}: has another task or tokenizer than {run.folder}; train it with the same ones."
         )
     model = as_weights(other.model().to(device), options.weights)
-    return pack(model, options.samples)
+    return pack(model)
 
 
 def check_drawing(task: Task, options: GenerateOptions) -> None:

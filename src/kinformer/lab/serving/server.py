@@ -413,7 +413,7 @@ class Server:
             max_waiting=options.max_waiting,
             chunk=options.chunk,
         )
-        self.engine = Engine(pack(model, options.max_streams), limits)
+        self.engine = Engine(pack(model), limits)
         self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
         assert run.tokenizer is not None
         self.name = name = options.name or Path(folder).resolve().name
