@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,12 +92,16 @@ def compare(name: str, options: argparse.Namespace, specs: Sequence[str], change
 
 
 def begun(
-    options: argparse.Namespace, folder: Path, specs: Sequence[str], changes: Mapping[str, Any]
+    options: argparse.Namespace,
+    folder: Path,
+    specs: Sequence[str],
+    changes: Mapping[str, Any],
+    speeds: Callable[[Sequence[Contestant], CompareOptions, Cache], None] = training_speeds,
 ) -> dict[str, Any]:
     """A result without runs: the parameters of every entrant, and the steps that the minutes buy by speeds in turns."""
     settings = _settings(options, folder, changes, options.minutes, options.rounds or 3)
     all_ = _contestants(specs, settings)
-    training_speeds(all_, settings, Cache(folder / "cache"))
+    speeds(all_, settings, Cache(folder / "cache"))
     rows = []
     for item in all_:
         row: dict[str, Any] = {"name": item.name, "parameters": item.parameters, "error": item.error}

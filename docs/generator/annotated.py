@@ -19,6 +19,7 @@ from generator.facts import config_of
 from generator.latex import mathml
 from generator.members import part_links
 from generator.text import contents, figure, html, literal, page, papers, write
+from kinformer.family.kinds import kinds
 from kinformer.family.table import MEMBERS
 
 FOLDER = Path(__file__).parents[2] / "annotated"
@@ -26,7 +27,7 @@ PROOF = "\n# --- proof ---\n"
 
 
 class Annotated(NamedTuple):
-    """A page: ``name`` (of its file), ``title``, ``members``, and the ``text`` of the file."""
+    """A page: ``name`` (of its file), ``title``, ``members`` (or the mixer that no member has), and the file's text."""
 
     name: str
     title: str
@@ -36,22 +37,22 @@ class Annotated(NamedTuple):
 
 @cache
 def pages() -> tuple[Annotated, ...]:
-    """Return all pages, in the order of the family's table."""
-    order = list(MEMBERS)
+    """Return all pages, in the order of the family's table; pages of mixers without a member come last."""
+    order = {name: number for number, name in enumerate(MEMBERS)}
     found = [_read(path) for path in FOLDER.glob("*.py") if path.stem != "proofs"]
-    return tuple(sorted(found, key=lambda each: order.index(each.members[0])))
+    return tuple(sorted(found, key=lambda each: order.get(each.members[0], len(order))))
 
 
 def page_of(member: str) -> Annotated | None:
-    """Return the page that explains a member."""
+    """Return the page that explains a member, or a mixer without one."""
     return next((each for each in pages() if member in each.members), None)
 
 
 def _read(path: Path) -> Annotated:
     text = path.read_text(encoding="utf-8")
     title = re.match("# # (.*)", text)
-    members = re.search(r"Members: (.*?)\.[ *]", text.replace("\n#", ""))
-    assert title and members, f"{path.name} does not name its title and its members"
+    members = re.search(r"(?:Members|Mixer): (.*?)\.[ *]", text.replace("\n#", ""))
+    assert title and members, f"{path.name} does not name its title and its members or mixer"
     return Annotated(path.stem, title[1], tuple(re.findall(r"`([\w-]+)`", members[1])), text)
 
 
@@ -76,14 +77,18 @@ def generate(docs: Path) -> None:
 
 def _page(each: Annotated) -> str:
     above, proof = each.text.split(PROOF)
-    first = each.members[0]
-    commands = [f"python annotated/{each.name}.py --draw", f"kinformer show {first}", f"kinformer draw {first}"]
-    links = ", ".join(f"[`{name}`](../members/{name}.md)" for name in each.members)
+    first, commands = each.members[0], [f"python annotated/{each.name}.py --draw"]
+    if first in MEMBERS:
+        commands += [f"kinformer show {first}", f"kinformer draw {first}"]
+        links = ", ".join(f"[`{name}`](../members/{name}.md)" for name in each.members)
+        library = f"{links}, made of {part_links(config_of(first))}"
+    else:
+        library = part_links(kinds()["mixer"][first]())
     return page(
         "---\nhide-toc: true\n---",
         f"# {each.title}",
         figure(f"{each.name}.png", f"What is special about {each.title}", _caption(each)),
-        f"In the library: {links}, made of {part_links(config_of(first))}.",
+        f"In the library: {library}.",
         literal("\n".join(commands), "console"),
         *_sections(_header_links(above.split("\n", 2)[2])),
         "## The proof",

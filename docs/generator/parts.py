@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from generator.annotated import page_of
 from generator.text import contents, escaped, html, literal, page, papers, table, write
 from generator.typeset import typeset
 from kinformer.core.config import Config
 from kinformer.family.kinds import kinds, meaning, named_parts
+from kinformer.family.table import MEMBERS
 from kinformer.lab.drawing.text import SLOTS, built_by, described
 
 TITLES = {
@@ -69,6 +71,8 @@ def _kind(slot: str, kind: str, config: type[Config]) -> Iterator[str]:
         yield f"```{{eval-rst}}\n.. py:class:: kinformer.nn.{name}\n   :no-contents-entry:\n```"
     path = config.__module__.replace(".", "/")
     yield f"`{config.__module__}.{config.__qualname__}`, in `src/{path}.py`"
+    if kind not in MEMBERS and (found := page_of(kind)):
+        yield f"**Understand it:** [{found.title}](../annotated/{found.name}.md), one page of plain PyTorch."
     own = inspect.getdoc(built_by(config))
     text = described(config)
     yield from prose(text, typeset_formulas=slot in SLOTS)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kinformer.family.table import MEMBERS
 from tests.annotated.test_pages import PAGES
 
 
@@ -32,4 +33,5 @@ def test_a_page_has_prose_beside_code(name):
     text = annotated._page(each)
     assert "$" not in text.split("## The proof")[0].replace("```console", "")
     assert text.count(":::::{container} side") >= 2 and "](../results/" in text
-    assert all(f"[`{member}`](../members/{member}.md)" in text for member in each.members)
+    links = [f"../members/{name}.md" if name in MEMBERS else f"#part-mixer-{name}" for name in each.members]
+    assert all(f"]({link.replace('_', '-') if link[0] == '#' else link})" in text for link in links)

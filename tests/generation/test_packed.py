@@ -9,14 +9,14 @@ from kinformer.core.state import difference
 from kinformer.generation import weights as packing
 from kinformer.generation.generate import evaluating
 from kinformer.generation.weights import LEAST, PackedLinear, can_pack, inference_copy, pack
-from tests.members import CAUSAL
+from tests.members import CAUSAL, TINY, one_layer
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_the_same_logits_and_state(name, dtype, tolerance):
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny").eval().to(dtype)
+    model = one_layer(TINY[name]).build().eval().to(dtype)
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
     packed = pack(model, rows=3, least=0)

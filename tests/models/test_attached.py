@@ -10,7 +10,8 @@ from kinformer.core.state import difference
 from kinformer.generation.generate import generate
 from kinformer.generation.weights import pack
 from kinformer.heads.language import KnnMixture
-from kinformer.lab.datastore.attach import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
+from kinformer.lab.datastore.attach import AttachedDecoder
+from kinformer.lab.datastore.keys import FEED_FORWARD, HIDDEN, KeyedDecoder
 
 VOCAB = 23
 

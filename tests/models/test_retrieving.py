@@ -10,8 +10,8 @@ from kinformer.core.state import difference, nbytes
 from kinformer.generation.generate import generate
 from kinformer.generation.session import Session
 from kinformer.generation.weights import pack
-from kinformer.lab.datastore.attach import KeyedDecoder
-from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
+from kinformer.lab.datastore.attach import RetrievingDecoder, RetrievingState
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.parts import NeedsStore
 from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data.files import atomic_write, spooled
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
@@ -31,21 +30,6 @@ from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
-
-# The check that a run continues texts in independent rows, which serving and the harness need.
-
-
-def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts in independent rows; the message recommends ``instead``."""
-    generation = run.task.generation
-    run.task.check_generation(run)
-    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
-        raise KinformerError(
-            f"{run.folder}: is a run of the task {run.task.name}, and only next-token continues texts here; give one."
-        )
-    if isinstance(getattr(run.config, "head", None), NeedsStore):
-        raise KinformerError(f"{run.folder}: {run.member!r} looks things up for all sequences together; use {instead}.")
-
 
 # The language model that a task's option ``language_model`` names: another run, which scores the outputs of the run.
 
