@@ -217,6 +217,7 @@ def test_powers_and_quotients_are_not_of_sizes(path):
 ACCELERATORS = (
     "generation/native.py",
     "generation/recording.py",
+    "kernels/attention/backends.py",
     "kernels/attention/cached.py",
     "kernels/block_sparse/scores.py",
     "parts/projections.py",
