@@ -95,33 +95,30 @@ class Rope(Position):
             self.magnitude = config.attention_factor
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        factors = self._factors(positions, self.magnitude, q.dtype)
+        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in self._turns(positions))
         if q.shape[2] == 1 and q.dtype == k.dtype:  # a step of generation: operators take longer to start than to turn
             heads = [q.shape[1], k.shape[1]]
-            turned_q, turned_k = self._turn(torch.cat([q, k], 1), *factors).split(heads, 1)
+            turned_q, turned_k = self._turn(torch.cat([q, k], 1), cos, sin).split(heads, 1)
             return turned_q, turned_k
-        return self._turn(q, *factors), self._turn(k, *factors)
+        return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
     def moved(self, k: Tensor, distances: Tensor) -> Tensor:
-        return self._turn(k, *self._factors(distances, 1.0, k.dtype))
+        return self._turn(k, *(turn.to(k.dtype) for turn in self._turns(distances)))
 
-    def _factors(self, positions: Tensor, magnitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the factors [batch, 1, time, width] of the features and of their partners at ``positions``."""
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [batch, 1, time, width / 2] of the angles at ``positions``, float64."""
         rate = frequencies(self.config, self.width, positions.device)
         # At position 10^6 a float32 angle is 0.06 rad off; only sines and cosines are rounded.
         angles = (positions[..., None].to(torch.float64) * rate)[:, None]
-        cos, sin = ((turn * magnitude).to(dtype) for turn in (angles.cos(), angles.sin()))
-        return self._paired(cos, cos), self._paired(-sin, sin)
+        return angles.cos(), angles.sin()
 
-    def _paired(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the first and second features of all pairs [..., width / 2] in the layout's order."""
-        return torch.cat([a, b], -1) if self.config.layout == "half" else torch.stack([a, b], -1).flatten(-2)
-
-    def _turn(self, x: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x[..., : self.width], x[..., self.width :]
-        a, b = turned.chunk(2, -1) if self.config.layout == "half" else (turned[..., 0::2], turned[..., 1::2])
-        # One sum over whole rows: fewer operations than the two equations, and the same roundings.
-        turned = turned * own + self._paired(b, a) * other
+        if self.config.layout == "half":
+            a, b = turned.chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1)
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
