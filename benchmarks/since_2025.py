@@ -43,6 +43,7 @@ from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, still_in
 from kinformer.lab.comparison.record import Cache
 from kinformer.lab.comparison.speed import stepper
+from kinformer.lab.runs.minutes import spelled_minutes
 from kinformer.models.decoder import Decoder
 
 NAME = "since_2025"
@@ -255,7 +256,7 @@ def book_cells(results: Results) -> dict[str, list[str]]:
 def tables(results: Results) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
     """Title -> the columns and the cells of every member."""
     lengths = [f"{length:,}" for length in LENGTHS]
-    minutes = f"{results.book['minutes']:g}" if results.book else "some"
+    minutes = spelled_minutes(results.book["minutes"]) if results.book else "some minutes"
     return {
         "Bytes of the state of a layer, by the tokens that it has read": (
             lengths, per_size(results, "state", LENGTHS, state_cell),
@@ -267,7 +268,7 @@ def tables(results: Results) -> dict[str, tuple[list[str], dict[str, list[str]]]
             [f"{stage.pairs} pairs" for stage in STAGES],
             per_size(results, "recall", [stage.pairs for stage in STAGES], recall_cell),
         ),
-        f"Bits per byte of a book's held-out text, after {minutes} minutes of one thread": (
+        f"Bits per byte of a book's held-out text, after {minutes} of processor time": (
             ["bits per byte", "spread", "steps"], book_cells(results),
         ),
     }  # fmt: skip
@@ -295,9 +296,9 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="where the book's runs are kept")
     parser.add_argument("--members", nargs="+", help="only these")
     parser.add_argument("--limit", type=float, default=float("inf"), help="minutes after which no recall begins")
-    parser.add_argument("--minutes", type=float, default=1.5, help="the budget of each run on the book")
+    parser.add_argument("--minutes", type=float, default=1.0, help="the budget of each run on the book")
     parser.add_argument("--seed", type=int, default=0, help="the book's first seed")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the book")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds of the book")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--device", default="auto", help="of the book: cpu or cuda; a GPU if there is one")
     options = prepare(parser)
