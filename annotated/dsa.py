@@ -1,7 +1,7 @@
 # # DSA: an indexer that chooses tokens
 #
 # *Paper: DeepSeek-AI: DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models (2025), arXiv 2512.02556.
-# Members: `dsa`. Measured: since_2025, latent, chosen_blocks.*
+# Members: `dsa`. Measured: indexer, since_2025, latent.*
 #
 # **Problem.** In a long text a query gives nearly all of its weight to a few tokens. But softmax attention multiplies
 # the query with every key to find them. A choice of whole blocks reads many useless tokens beside a useful one.
@@ -141,9 +141,10 @@ class Sparse(nn.Module):
 # | attention to 2,048 chosen tokens | 139,264 x 2,048 | 576 x 2,048 |
 #
 # The state holds 704 numbers a token: $c$ and the indexer's key. It grows, since a later query may choose any token.
-# The paper trains a dense model further and reports equal quality at a lower price of long texts. We measured two
-# relatives on a processor: the vector $c$ ("latent": 1,152 bytes a token instead of 4,096), and chosen blocks of 64
-# ("chosen_blocks": training pays from 4,096 tokens on, one more token from some 8,192 on).
+# The paper trains a dense model further and reports equal quality at a lower price of long texts. Our result page
+# "indexer" has small layers on a processor: after the warm-up 8 chosen tokens of 64 answer as well as all (99.7 %; with
+# an untrained indexer 17 %), and after 65,536 others a token takes 5.3 milliseconds instead of 14.2 with dense
+# attention and 16.9 with `rope`.
 #
 # Take it for texts of many thousands of tokens in which single places matter. Do not take it for short texts, where the
 # indexer costs more than it saves, or where the state must not grow.

@@ -147,6 +147,8 @@ class Recipe(NamedTuple):
     steps: int
     device: str
     symbols: int = SYMBOLS
+    exam: int = EXAM
+    """The rows that accuracy is measured on."""
 
     @property
     def data(self) -> Recall:
@@ -179,7 +181,7 @@ def accuracy(model: Decoder, split: str, recipe: Recipe) -> float:
     right = queries = 0
     with torch.inference_mode():
         for part in range(8):
-            found = answers(model, recipe.batch(split, part, EXAM // 8))
+            found = answers(model, recipe.batch(split, part, recipe.exam // 8))
             right, queries = right + int(found.right.sum()), queries + len(found.labels)
     return right / queries
 
@@ -188,7 +190,12 @@ def train(run: Run, recipe: Recipe) -> dict[str, Any]:
     """A run's record: accuracy on the test split, the state's bytes after a row, the curve of validation."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    model, begun, steps = build(run.member, recipe.symbols).to(recipe.device), time.monotonic(), recipe.steps
+    return learn(build(run.member, recipe.symbols).to(recipe.device), run, recipe)
+
+
+def learn(model: Decoder, run: Run, recipe: Recipe) -> dict[str, Any]:
+    """Train a model; return its record."""
+    begun, steps = time.monotonic(), recipe.steps
     engine = ObjectiveModule(model, RecallLoss(recipe.data.pairs), "fp32")
     optimiser = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, run.rate, total_steps=steps, pct_start=0.1)

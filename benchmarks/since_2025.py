@@ -1,13 +1,15 @@
 """What do mechanisms published since 2025 recall and learn, and what do a token and a state cost?
 
     python benchmarks/since_2025.py                                             # bytes of states, and times of a token
-    python benchmarks/since_2025.py --recall --jobs 2                           # hours: 64, 128 and 256 pairs
-    python benchmarks/since_2025.py --book book.txt --runs FOLDER --jobs 2      # hours: a book in equal minutes
+    python benchmarks/since_2025.py --recall                                    # 4 to 256 pairs
+    python benchmarks/since_2025.py --book book.txt --runs FOLDER --threads 1   # a book in equal minutes
 
 States and tokens are of one layer of width 256 with 4 heads of 64 in float32, as the member's recipe `small` has it;
-a token follows 1,024, 8,192 or 65,536 others, in processor time. Recall is the task and the recipe of `mqar.py`, two
-layers of width 64 with one head, at 1,024 symbols and four tokens a pair. The book is `causal_members.py`'s: 800,000
-parameters, as many steps as the minutes buy at speeds measured in turns.
+a token follows 1,024, 8,192 or 65,536 others, in processor time. Recall is the task and the model of `mqar.py`, two
+layers of width 64 with one head, at 1,024 symbols and four tokens a pair. A model learns 4 pairs first and goes on to
+16, 64, 128 and 256, a curriculum that saves most of the steps; the first stage chooses the learning rate. The book is
+`causal_members.py`'s: 800,000 parameters, as many steps as the minutes of processor time buy at speeds measured in
+turns.
 
 A finished row is written at once, into the result file and into the page's tables, and the next call computes the
 missing rows. The result file has the load of the machine beside a time: processor time does not count what other
@@ -23,10 +25,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +43,8 @@ from kinformer.lab.comparison.options import CompareOptions
 from kinformer.lab.comparison.plan import Contestant, still_in
 from kinformer.lab.comparison.record import Cache
 from kinformer.lab.comparison.speed import stepper
+from kinformer.lab.runs.minutes import spelled_minutes
+from kinformer.models.decoder import Decoder
 
 NAME = "since_2025"
 BESIDE = ("rope", "mamba2", "gated-deltanet", "kda")
@@ -50,11 +53,22 @@ NAMES = [name for name in (*BESIDE, *RECENT) if name in MEMBERS]
 LAYERS = [*NAMES, "gated_convolution"]
 """The members, and LFM2's mixer, which reads three tokens: of this one only the bytes and the times are measured."""
 DIM, HEADS = 256, 4
-LENGTHS, PAIRS, STEPS, PIECE = (1024, 8192, 65_536), (64, 128, 256), 16, 2048
-SYMBOLS, ROWS, RATES, SEEDS = 1024, {64: 64, 128: 32, 256: 16}, (3e-3, 1e-3), (0,)
+LENGTHS, STEPS, PIECE = (1024, 8192, 65_536), 16, 2048
+SYMBOLS, RATES, SEEDS, ASKED, ENOUGH = 1024, (1e-2, 3e-3), (0,), 8192, 0.9
 PAGE = Path(__file__).parent / "pages" / f"{NAME}.md"
 
 Row = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """A part of a training on recall: at most so many ``steps`` with so many ``rows`` of ``pairs``."""
+
+    pairs: int
+    rows: int
+    steps: int
+
+
+STAGES = Stage(4, 128, 300), Stage(16, 32, 200), Stage(64, 8, 200), Stage(128, 4, 150), Stage(256, 2, 100)
 
 
 def built(name: str, dim: int) -> CausalMixer:
@@ -85,12 +99,28 @@ def token_row(name: str, length: int, dim: int, rounds: int) -> Row:
         return {"ms": medians({name: run}, rounds, True)[name] / STEPS, "load": round(os.getloadavg()[0], 2)}
 
 
-def recall_row(name: str, pairs: int, rate: float, seed: int, steps: int) -> Row:
-    recipe = mqar.Recipe(
-        pairs, 4 * pairs, ROWS.get(pairs, 4), steps, "cuda" if torch.cuda.is_available() else "cpu", SYMBOLS
-    )
-    row = mqar.train(mqar.Run(name, rate, seed), recipe)
-    return {key: row[key] for key in ("accuracy", "steps", "state_bytes", "parameters", "seconds", "curve")}
+def recall_rows(name: str, seed: int, stages: Sequence[Stage]) -> list[Row]:
+    """A row for each stage of a model's training. The first stage chooses the learning rate."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1)
+    tried: dict[float, tuple[Decoder, Row]] = {}
+    for rate in RATES:
+        torch.manual_seed(seed)
+        model = mqar.build(name, SYMBOLS).to(device)
+        tried[rate] = model, stage_row(model, mqar.Run(name, rate, seed), stages[0], device)
+        if tried[rate][1]["accuracy"] >= ENOUGH:
+            break
+    rate = max(tried, key=lambda rate: tried[rate][1]["accuracy"])
+    model, first = tried[rate]
+    first["tried"] = {each: row["accuracy"] for each, (_, row) in tried.items()}
+    return [first, *(stage_row(model, mqar.Run(name, rate, seed), stage, device) for stage in stages[1:])]
+
+
+def stage_row(model: Decoder, run: mqar.Run, stage: Stage, device: str) -> Row:
+    pairs, rows, steps = stage
+    row = mqar.learn(model, run, mqar.Recipe(pairs, 4 * pairs, rows, steps, device, SYMBOLS, max(8, ASKED // pairs)))
+    kept = {key: row[key] for key in ("accuracy", "steps", "state_bytes", "parameters", "seconds", "curve")}
+    return {"what": "recall", "member": run.member, "size": pairs, "rate": run.rate, "seed": run.seed} | kept
 
 
 class Results:
@@ -114,7 +144,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        shape = {"dim": DIM, "heads": HEADS, "symbols": SYMBOLS, "rows": ROWS}
+        shape = {"dim": DIM, "heads": HEADS, "symbols": SYMBOLS, "stages": [stage._asdict() for stage in STAGES]}
         save(self.options, NAME, {"shape": shape, "rows": self.rows, "book": self.book})
         if not self.options.quick and not self.options.out:
             write_page(self)
@@ -138,25 +168,20 @@ def layers(results: Results, lengths: Sequence[int], dim: int, rounds: int) -> N
                 print(f"a token of {name} after {length}: {results.rows[-1]['ms']:.2f} ms", flush=True)
 
 
-def recall(results: Results, sizes: Sequence[int], steps: int) -> None:
-    """Train the missing runs. A member's second rate is tried where the first does not solve the task."""
+def recall(results: Results, stages: Sequence[Stage]) -> None:
+    """Train the missing models."""
     options, begun = results.options, time.monotonic()
-    for pairs, rate, seed in product(sizes, RATES, SEEDS):
-        todo = []
-        for name in results.names:
-            rows = results.of("recall", name, pairs)
-            done = any((row["rate"], row["seed"]) == (rate, seed) for row in rows)
-            if not done and all(row["accuracy"] < mqar.SOLVED for row in rows if row["seed"] == seed):
-                todo.append(name)
+    for seed in SEEDS:
+        done = {row["member"] for row in results.of("recall", size=stages[-1].pairs) if row["seed"] == seed}
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             running = {}
-            for name in todo:
-                if time.monotonic() - begun < 60 * options.limit:
-                    running[pool.submit(recall_row, name, pairs, rate, seed, steps)] = name
+            for name in results.names:
+                if name not in done and time.monotonic() - begun < 60 * options.limit:
+                    running[pool.submit(recall_rows, name, seed, stages)] = name
             for future in as_completed(running):
-                row = {"what": "recall", "member": running[future], "size": pairs, "rate": rate, "seed": seed}
-                results.add(row | future.result())
-                print(row, f"{results.rows[-1]['accuracy']:.1%}", flush=True)
+                for row in future.result():
+                    results.add(row)
+                    print(row["member"], row["size"], row["rate"], f"{row['accuracy']:.1%}", flush=True)
 
 
 def processor_speeds(entrants: Sequence[Contestant], settings: CompareOptions, _: Cache) -> None:
@@ -215,6 +240,10 @@ def token_cell(row: Row) -> str:
     return f"{row['ms']:.1f}"
 
 
+def recall_cell(row: Row) -> str:
+    return f"{100 * row['accuracy']:.0f} %"
+
+
 def book_cells(results: Results) -> dict[str, list[str]]:
     cells = {name: ["", "", ""] for name in NAMES}
     for row in (results.book or {"members": []})["members"]:
@@ -227,7 +256,7 @@ def book_cells(results: Results) -> dict[str, list[str]]:
 def tables(results: Results) -> dict[str, tuple[list[str], dict[str, list[str]]]]:
     """Title -> the columns and the cells of every member."""
     lengths = [f"{length:,}" for length in LENGTHS]
-    minutes = f"{results.book['minutes']:g}" if results.book else "some"
+    minutes = spelled_minutes(results.book["minutes"]) if results.book else "some minutes"
     return {
         "Bytes of the state of a layer, by the tokens that it has read": (
             lengths, per_size(results, "state", LENGTHS, state_cell),
@@ -236,10 +265,10 @@ def tables(results: Results) -> dict[str, tuple[list[str], dict[str, list[str]]]
             lengths, per_size(results, "token", LENGTHS, token_cell),
         ),
         "Right answers of associative recall, by pairs in a row": (
-            [f"{pairs} pairs" for pairs in PAIRS],
-            per_size(results, "recall", PAIRS, lambda row: f"{100 * row['accuracy']:.0f} %"),
+            [f"{stage.pairs} pairs" for stage in STAGES],
+            per_size(results, "recall", [stage.pairs for stage in STAGES], recall_cell),
         ),
-        f"Bits per byte of a book's held-out text, after {minutes} minutes of one thread": (
+        f"Bits per byte of a book's held-out text, after {minutes} of processor time": (
             ["bits per byte", "spread", "steps"], book_cells(results),
         ),
     }  # fmt: skip
@@ -266,11 +295,10 @@ def main() -> None:
     parser.add_argument("--book", help="only the book in this text file")
     parser.add_argument("--runs", type=Path, help="where the book's runs are kept")
     parser.add_argument("--members", nargs="+", help="only these")
-    parser.add_argument("--steps", type=int, default=2000, help="steps of recall at most")
     parser.add_argument("--limit", type=float, default=float("inf"), help="minutes after which no recall begins")
-    parser.add_argument("--minutes", type=float, default=1.5, help="the budget of each run on the book")
+    parser.add_argument("--minutes", type=float, default=1.0, help="the budget of each run on the book")
     parser.add_argument("--seed", type=int, default=0, help="the book's first seed")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the book")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds of the book")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each of one thread")
     parser.add_argument("--device", default="auto", help="of the book: cpu or cuda; a GPU if there is one")
     options = prepare(parser)
@@ -278,7 +306,7 @@ def main() -> None:
     if options.book:
         book(results)
     elif options.recall:
-        recall(results, *(((8,), 20) if options.quick else (PAIRS, options.steps)))
+        recall(results, [Stage(8, 4, 20), Stage(16, 2, 20)] if options.quick else STAGES)
     else:
         lengths = (64, 128) if options.quick else LENGTHS
         layers(results, lengths, DIM, options.rounds or (1 if options.quick else 5))

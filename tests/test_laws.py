@@ -147,7 +147,7 @@ def test_no_files_import_one_another_in_a_circle():
         for found in [list(map(tuple, own_imports(path)))]
     }
     graph = {".".join(name): {".".join(one) for one in found - {name}} for name, found in imports.items()}
-    assert list(TopologicalSorter(graph).static_order())  # raises a CycleError, which names the files
+    TopologicalSorter(graph).prepare()  # raises a CycleError, which names the files
 
 
 def test_a_part_has_the_tests_that_are_named_like_it_or_import_it():
@@ -217,6 +217,7 @@ def test_powers_and_quotients_are_not_of_sizes(path):
 ACCELERATORS = (
     "generation/native.py",
     "generation/recording.py",
+    "kernels/attention/backends.py",
     "kernels/attention/cached.py",
     "kernels/block_sparse/scores.py",
     "parts/projections.py",

@@ -48,7 +48,7 @@ from kinformer.runtime.compiling import unallocated
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import CHECKS, MODEL_CHECKS, MixerSubject, ModelSubject, SourceModelSubject, verify_config
 from kinformer.testing.subject import GROWTHS
-from tests.members import CAUSAL, ENCODERS, SOURCE, TRAJECTORIES
+from tests.members import CAUSAL, ENCODERS, SOURCE, TRAJECTORIES, one_layer
 
 from ..inputs.made import StepsSubject
 from .values import values_of
@@ -282,10 +282,8 @@ DEEP = ("gpt", "t5", "rwkv7", "vanilla")
 @pytest.mark.parametrize("check", MODEL_CHECKS)
 @pytest.mark.parametrize("member", CAUSAL + SOURCE + TRAJECTORIES)
 def test_member_keeps_the_contract(member, check):
-    """With one layer where all are alike, for a second one costs as much and is called in the same way."""
     config = configure(member, "tiny", 23 if member not in TRAJECTORIES else None)
-    if member not in DEEP and config.stack.kind == "sequential" and len(set(config.layers)) == 1:
-        config = config.replace(layers=config.layers[:1])
+    config = config if member in DEEP else one_layer(config)
     if member in TRAJECTORIES:
         subject = StepsSubject(config.build, time=TIME)
     else:

@@ -9,7 +9,7 @@ from kinformer.core.state import difference
 from kinformer.generation.generate import evaluating
 from kinformer.generation.native import is_native
 from kinformer.generation.weights import PackedLinear, can_pack, inference_copy, pack
-from tests.members import CAUSAL
+from tests.members import CAUSAL, TINY, one_layer
 
 native = pytest.mark.skipif(not is_native(), reason="no C compiler is installed")
 
@@ -18,7 +18,7 @@ native = pytest.mark.skipif(not is_native(), reason="no C compiler is installed"
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_the_same_logits_and_state(name, dtype, tolerance):
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny").eval().to(dtype)
+    model = one_layer(TINY[name]).build().eval().to(dtype)
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
     packed = pack(model)

@@ -17,6 +17,7 @@ from kinformer.lab.data.labelled import open_labelled
 from kinformer.lab.evaluation import character_ngrams
 from kinformer.lab.tasks import classify
 from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import Source
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE
 from kinformer.testing import TASK_CHECKS, verify_task
 from tests.members import CAUSAL
@@ -175,3 +176,11 @@ def test_the_command_for_a_trained_run_is_one_that_its_task_has():
     for task in TASKS.values():
         assert not task.use.startswith(("generate", "chat")) or task.generation.refusal is None
         assert not task.use.startswith("predict") or task.prediction.refusal is None
+
+
+def test_a_table_that_is_read_as_running_text_is_told(tmp_path, caplog):
+    table = tmp_path / "films.csv"
+    table.write_text("label,text\n" + "good,a fine film\n" * 40)
+    with caplog.at_level("INFO", "kinformer"):
+        TASKS["next-token"].open(Source(str(table), None, None), None)
+    assert "films.csv is read as running text; its columns are for task classify." in caplog.text

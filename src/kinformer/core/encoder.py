@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.contract import (
-    CausalMixer,
-    Divisible,
-    FirstValues,
-    ReadsSource,
-    require_input,
-    select_valid,
-)
+from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.state import State
 from kinformer.runtime.compiling import checks_calls

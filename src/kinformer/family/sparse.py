@@ -531,6 +531,7 @@ DSA = Member(
         "DeepseekV32Attention and DeepseekV32Indexer of transformers, in float64; the paper's formulas token by token "
         "(tests/mixers/test_indexed.py)",
     ),
+    results=("indexer",),
     use_when="texts have many thousands of tokens, a token needs single places among them, and the cache may grow",
     avoid_when="texts are short, or the state must not grow: the indexer still scores every pair of tokens",
     training={"paper": _DSA_TRAINING},

@@ -468,9 +468,9 @@ class StateCache(Cache):  # type: ignore[misc]
 
     get_max_cache_shape = get_max_length
 
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the number of tokens that a mask covers, and their offset."""
-        return self.length + (len(query_length) if isinstance(query_length, Tensor) else query_length), 0
+        return self.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows ``beam_idx``, in that order."""

@@ -43,9 +43,8 @@ class Train(TrainOptions, CommonOptions):  # type: ignore[misc]  # each base che
             print(f"{summary.folder}: {plural(result.steps, 'step')} in {speed}, {summary.best}")
             last = [spelled(f"{summary.verdict}.")] if summary.verdict else []
             if not self.quiet:
-                uses = ("evaluate {}", summary.use) if summary.use else ("evaluate {}",)
-                commands = " or ".join(f"kinformer {use.format(shlex.quote(str(summary.folder)))}" for use in uses)
-                last.append(f"Next: {commands}")
+                folder, uses = shlex.quote(str(summary.folder)), ["kinformer evaluate {}", summary.use]
+                last.append(f"Next: {' or '.join(use.format(folder) for use in uses if use)}")
             if last:
                 print(*last)
         return 128 + result.signal if result.signal else 0

@@ -467,7 +467,7 @@ def read_texts(
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
         return Inputs(_some(rows, "standard input", limit, check), None)
     require_path("texts", source)
-    path = existing_path(Path(source).expanduser(), "give a file, a folder, - for standard input, or a list of texts")
+    path = existing_path(Path(source).expanduser(), "give a file, a folder, or texts by standard input (-) or a list")
     if path.is_dir():
         files = [file.path for file in folder_files(path)]
         if skip_bad:

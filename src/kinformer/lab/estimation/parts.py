@@ -60,6 +60,8 @@ class ModelSpec(Protocol):
 
     def build(self) -> Any: ...
 
+    def __hash__(self) -> int: ...
+
 
 S = TypeVar("S", bound=ModelSpec)
 
@@ -179,7 +181,7 @@ def distinct(config: S) -> S:
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
-@lru_cache(maxsize=32)  # the peak of a training process asks for what its estimate has measured
+@lru_cache(maxsize=32)  # the peak of a training process, and another precision, ask for what was measured before
 def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
@@ -204,6 +206,7 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
     return dict(ledger.costs)
 
 
+@lru_cache(maxsize=32)
 def measure_inference(config: ModelSpec, batch: int, length: int, dtype: torch.dtype = torch.float32) -> Costs:
     """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
     ``length`` tokens in ``dtype``, and the ``state`` bytes of every layer, and of the rest, after it. Work for learning
@@ -216,9 +219,9 @@ def measure_inference(config: ModelSpec, batch: int, length: int, dtype: torch.d
         state = outputs(model, tokens)[1]
         ledger.book()
     if state is None:
-        return ledger.costs
+        return dict(ledger.costs)
     layers = {("state", f"layers.{index}"): nbytes(layer) for index, layer in enumerate(state.layers)}
-    return ledger.costs | layers | {("state", "model"): nbytes(state) - sum(layers.values())}
+    return dict(ledger.costs) | layers | {("state", "model"): nbytes(state) - sum(layers.values())}
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
