@@ -134,7 +134,7 @@ import proofs
 import kinformer
 from kinformer.core.parts import Neighbours
 from kinformer.heads.language import KnnMixture
-from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore, KeySpace, Writer
 

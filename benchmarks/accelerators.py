@@ -1,6 +1,6 @@
 """What is each accelerator worth that has a plain way beside it? The same work with and without it, in turns.
 
-    packed      generation with all weights in oneDNN's layout (generation/weights.py), beside the model's own products
+    packed      generation with products of packed weights in C (generation/native.py), beside the model's own products
     projected   few queries over keys that are never made (kernels/attention/cached.py), beside keys and values made
     first sets        small sets attended all pairs at once where oneDNN makes the products (the same file), beside
     SDPA falloff     ALiBi without the keys that are too far to count (kernels/block_sparse/scores.py), beside all
@@ -79,7 +79,7 @@ def packing(rounds: int, quick: bool) -> Iterator[Case]:
     for dim, depth, dtype in [*shapes, (256, 4 if quick else 8, torch.bfloat16)]:
         model = decoder(dim, depth, dtype)
         for batch in (1, 16):
-            ours = pack(model, batch, least=0)
+            ours = pack(model)
             gate_equal("packed", logits(ours), logits(model), 1e-4 if dtype == torch.float32 else 5e-2)
             case = f"{depth} x {dim}, {str(dtype).removeprefix('torch.')}, batch {batch}"
             with_packed, without = (stepping(item, batch, rounds, nullcontext()) for item in (ours, model))

@@ -12,6 +12,7 @@ result names the packages that are not installed.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -31,7 +32,9 @@ from common import RESULTS, arguments, prepare, save, show
 from kinformer.lab.runs.run import save_weights
 from kinformer.nn import MultiheadAttention
 
-LIMIT, NEW, TEXT, NOISE = 1e-5, 24, "def __init__(self", 0.2
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+LIMIT, NEW, TEXT, NOISE, KEY = 1e-5, 24, "def __init__(self", 0.2, "secret"
 RMS = {"layers.*.norm": "rms_norm", "norm": "rms_norm"}
 SIZES = {"recipe": "tiny", "steps": 2, "length": 64, "batch_size": 8, "seed": 0, "device": "cpu"}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,10 +56,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 CAUSAL = ("gpt", "rope", "llama", "mixtral", "local", "alibi", "linear-transformer", "gated-deltanet", "mamba2")
 FEW = ("llama", "gated-deltanet")
 NOT_TRIED = {
-    "langchain_openai": "LangChain's ChatOpenAI on a served run",
-    "llama_index": "LlamaIndex's OpenAILike on a served run",
+    "llama_index": "LlamaIndex's OpenAILike on a served run (its releases require transformers below 5)",
     "vllm": "vLLM on a native folder",
-    "xllamacpp": "llama.cpp on a native folder (see the page llama_cpp)",
     "x_transformers": "x-transformers' own tests (see the page training_step)",
 }
 """Clients without a trial here: the module and the use."""
@@ -261,38 +262,59 @@ def carried_over(mixer: str) -> float:
 
 
 @contextmanager
-def served(name: str) -> Iterator[Any]:
-    """Yield OpenAI's client of a server in a thread."""
-    import openai
-
+def served(name: str) -> Iterator[dict[str, Any]]:
+    """Yield the options of a client of a server in a thread."""
     from kinformer.lab.runs.options import ServeOptions
     from kinformer.lab.serving.server import Server
 
-    server = Server(run_of(name), ServeOptions(port=0, quiet=True, threads=1, device="cpu"))
+    template = FOLDER / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    options = ServeOptions(port=0, quiet=True, threads=1, device="cpu", api_key=KEY, chat_template=str(template))
+    server = Server(run_of(name), options)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        yield {"base_url": f"{server.url}/v1", "api_key": KEY, "max_retries": 0}
     finally:
         server.close()
         thread.join(20)
 
 
+def drawn(name: str, prompt: str) -> str:
+    return "".join(kinformer.stream(run_of(name), prompt, max_new_tokens=NEW, temperature=0.8, seed=3, threads=1))
+
+
 def completed(name: str) -> float:
-    text = "".join(kinformer.stream(run_of(name), TEXT, max_new_tokens=NEW, temperature=0.8, seed=3, threads=1))
+    import openai
+
     asked = {"model": name, "prompt": TEXT, "max_tokens": NEW, "temperature": 0.8, "seed": 3}
-    with served(name) as client:
-        whole = client.completions.create(**asked).choices[0].text
-        parts = "".join(part.choices[0].text for part in client.completions.create(**asked, stream=True))
-    return float(whole != text) + float(parts != text)
+    with served(name) as options:
+        create = openai.OpenAI(**options).completions.create
+        whole = create(**asked).choices[0].text
+        parts = "".join(part.choices[0].text for part in create(**asked, stream=True))
+    return unequal([whole, parts], [drawn(name, TEXT)] * 2)
 
 
 def embedded(name: str) -> float:
+    import openai
+
     texts = [TEXT, "import json"]
-    with served(name) as client:
-        answer = client.embeddings.create(model=name, input=texts)
+    with served(name) as options:
+        answer = openai.OpenAI(**options).embeddings.create(model=name, input=texts)
     vectors = torch.tensor([item.embedding for item in answer.data])
     return gap(vectors, torch.from_numpy(kinformer.embed(run_of(name), texts, threads=1, device="cpu")))
+
+
+def invoked(name: str) -> float:
+    """LangChain's completions and chats, whole and as a stream."""
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    asked = {"model": name, "max_tokens": NEW, "temperature": 0.8, "seed": 3}
+    with served(name) as options:
+        plain, chat = OpenAI(**asked, **options), ChatOpenAI(**asked, **options)
+        texts = [plain.invoke(TEXT), "".join(plain.stream(TEXT))]
+        texts += [chat.invoke(TEXT).content, "".join(part.content for part in chat.stream(TEXT))]
+    return unequal(texts, [drawn(name, prompt) for prompt in (TEXT, f"user: {TEXT}\n") for _ in range(2)])
 
 
 # Other engines.
@@ -333,6 +355,21 @@ def run_by_onnx(name: str) -> float:
     return unequal(np.concatenate(new, 1), kinformer.generate(ours(name), ids, max_new_tokens=NEW, temperature=0))
 
 
+def run_by_llama_cpp(name: str) -> float:
+    """The bytes of llama.cpp's greedy tokens, from the file that ``examples/to_gguf.py`` writes."""
+    import xllamacpp
+    from to_gguf import convert
+
+    from llama_cpp import LlamaCpp
+
+    file, ids = FOLDER / "F32.gguf", prompt(1)
+    convert(exported(name).folder, file)
+    asked = {"prompt": ids[0].tolist(), "max_tokens": NEW, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    (choice,) = LlamaCpp(xllamacpp, file, 2 * ids.shape[1] + NEW, 1).server.handle_completions(asked)["choices"]
+    new = [one for token in choice["logprobs"]["content"] for one in token["bytes"]]
+    return unequal(new, kinformer.generate(ours(name), ids, max_new_tokens=NEW, temperature=0))
+
+
 TRIALS = (
     Trial("transformers", "generate, greedy", CAUSAL, greedy),
     Trial("transformers", "generate, rows padded on the left", CAUSAL, padded),
@@ -346,8 +383,10 @@ TRIALS = (
     Trial("torch", "nn.Transformer, from_torch, and its state_dict", ("cross",), carried_over),
     Trial("openai", "completions, whole and as a stream", FEW, completed),
     Trial("openai", "embeddings", FEW, embedded),
+    Trial("langchain_openai", "completions and chats, whole and as a stream", FEW, invoked),
     Trial("lm_eval", "log-likelihoods by kinformer and by hf", FEW, judged),
     Trial("onnxruntime", "a greedy text from a graph", ("linear-transformer",), run_by_onnx),
+    Trial("xllamacpp", "a greedy text from a GGUF file", ("gpt", "llama"), run_by_llama_cpp),
 )
 CLIENTS = tuple(dict.fromkeys(trial.client for trial in TRIALS))
 ORDER = [(trial.client, trial.use) for trial in TRIALS]

@@ -22,7 +22,7 @@ import torch
 
 from common import arguments, prepare, save, show
 from kinformer.lab.data import open_corpus
-from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.datastore.search import ExactSearch, ListSearch
 from kinformer.lab.datastore.store import RECORD, Datastore
 from kinformer.lab.runs.run import open_run

@@ -127,7 +127,7 @@ def points(options: Any, sort: str, rounds: int) -> Iterator[dict[str, Any]]:
         run = open_run(options.runs / f"{sort}-{member}")
         model = run.model().eval()
         gate(model, draft, prompts)
-        packed, small = pack(model, 1), pack(draft, 1)
+        packed, small = pack(model), pack(draft)
         for temperature in TEMPERATURES:
             found = ways(small)
             last: dict[str, Any] = {}

@@ -73,7 +73,7 @@ def with_session(model: nn.Module, batch: int, tokens: int, recorded: bool = Tru
 
 @cache
 def packed(model: nn.Module, batch: int) -> nn.Module:
-    return pack(model, batch)
+    return pack(model)
 
 
 def with_recurrence(model: Idiap, batch: int, tokens: int) -> Tensor:

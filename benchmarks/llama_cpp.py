@@ -130,7 +130,7 @@ def measure(library: Any, shape: str, tokens: int, rounds: int) -> list[dict[str
     narrow = {name: as_weights(copy.deepcopy(model), name) for name in FORMS}
     rows: list[dict[str, Any]] = []
     for case, asked in (("a token", prompts[:1]), (f"a step of {BATCH} rows", prompts)):
-        ours = {name: pack(each, len(asked)) for name, each in narrow.items()}
+        ours = {name: pack(each) for name, each in narrow.items()}
         ways: dict[str, Callable[[], float]] = {}
         for name, other in theirs.items():
             mine, equal = draw(ours[name], asked, tokens), other.draw(asked, tokens)

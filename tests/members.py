@@ -7,6 +7,12 @@ from kinformer.family.table import MEMBERS
 TINY = {name: configure(name, "tiny") for name in MEMBERS}
 
 
+def one_layer(config):
+    """``config`` with one layer where all its layers are alike, since another one is called in the same way."""
+    alike = config.stack.kind == "sequential" and len(set(config.layers)) == 1
+    return config.replace(layers=config.layers[:1]) if alike else config
+
+
 def _of(protocol: type, input: str) -> list[str]:
     return [name for name, config in TINY.items() if (config.protocol, config.input.kind) == (protocol, input)]
 

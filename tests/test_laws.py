@@ -1,6 +1,7 @@
 """The laws of the house, read off the syntax trees: who may import whom, what the text may not hold."""
 
 import ast
+import gc
 import importlib.util
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,19 @@ each_module = over(MODULES)
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    """The tree of a file, which stays until the session ends and is not searched for garbage."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, found once for all laws."""
+    return list(ast.walk(tree))
 
 
 def module_name(path: Path) -> str:
@@ -77,7 +91,7 @@ def module_name(path: Path) -> str:
 
 def imports_of(tree: ast.Module, package: str) -> Iterator[str]:
     """Dotted names of all that a module imports, at any depth; a name taken from a module counts with it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -121,6 +135,19 @@ def test_import_law(path):
     if room != "lab":
         foreign = {parts[0] for parts in own_imports(path) if parts and parts[0] not in (room, "__version__")}
         assert foreign <= set(allowed)
+
+
+def test_no_files_import_one_another_in_a_circle():
+    """Imports inside functions and for types count, too: what both sides need is a subject, and has its own file."""
+    names = {tuple(module_name(path).split(".")[1:]): path for path in MODULES}
+    imports = {
+        name: {next((parts[:n] for n in range(len(parts), 0, -1) if parts[:n] in names), name) for parts in found}
+        for name, path in names.items()
+        if path.relative_to(PACKAGE).as_posix() not in LAZY
+        for found in [list(map(tuple, own_imports(path)))]
+    }
+    graph = {".".join(name): {".".join(one) for one in found - {name}} for name, found in imports.items()}
+    TopologicalSorter(graph).prepare()  # raises a CycleError, which names the files
 
 
 def test_a_part_has_the_tests_that_are_named_like_it_or_import_it():
@@ -181,15 +208,16 @@ def test_powers_and_quotients_are_not_of_sizes(path):
     """While PyTorch traces a model, sizes are tensors, and these float32 (``core.contract.width_of``)."""
     if path.relative_to(PACKAGE).parts[0] not in MODELS:
         return
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(tree_of(path)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow | ast.Div):
             sizes = [side for side in (node.left, node.right) if re.search(r"\.shape\[[^\]]*\]$", ast.unparse(side))]
             assert not sizes, f"line {node.lineno}: {ast.unparse(node)}"
 
 
 ACCELERATORS = (
-    "generation/weights.py",
+    "generation/native.py",
     "generation/recording.py",
+    "kernels/attention/backends.py",
     "kernels/attention/cached.py",
     "kernels/block_sparse/scores.py",
     "parts/projections.py",
@@ -210,7 +238,7 @@ def test_an_accelerator_names_the_result_that_keeps_it(name):
 def test_benchmarks_import_names_that_exist():
     scripts = {path.stem: path for path in (ROOT / "benchmarks").glob("*.py")}
     for path in scripts.values():
-        nodes = list(ast.walk(tree_of(path)))
+        nodes = nodes_of(tree_of(path))
         tried = {id(inner) for node in nodes if isinstance(node, ast.Try) for inner in ast.walk(node)}
         for node in (node for node in nodes if id(node) not in tried):  # what is tried may be that of an older version
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -249,12 +277,12 @@ STYLE = {"lab/comparison/report.py"}
 
 def texts_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """The line and the text of every string but docstrings; what an f-string puts in is a bare X."""
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    inner = {id(part) for node in nodes_of(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes_of(tree):
         documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if documented and ast.get_docstring(node):
             inner.add(id(node.body[0].value))  # type: ignore[attr-defined]
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
@@ -279,7 +307,7 @@ FRAGMENT = re.compile(r"(Of|As|Such|By|Those) ")
 
 def docstrings_of(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """The place and the text of every docstring of a module."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text is not None:
@@ -298,7 +326,7 @@ PLURAL_NOUN = re.compile(r" (?!(?:is|has|was|does|as|its|of|times)\b)[a-z]+[^s\W
 
 def counted(tree: ast.AST) -> Iterator[ast.JoinedStr]:
     """F-strings that write a number of things and a plural after it, also where the number is 1."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.JoinedStr):
             for number, text in zip(node.values, node.values[1:]):
                 if (
@@ -356,7 +384,7 @@ def retired_words() -> list[list[str]]:
 
 def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Identifiers that a module writes, and the names that its docstrings quote, with their lines."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names = [getattr(node, field, None) for field in ("id", "arg", "attr", "name", "asname")]
         yield from ((getattr(node, "lineno", 0), name) for name in names if isinstance(name, str))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -364,16 +392,17 @@ def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((getattr(node, "lineno", 1), name) for name in QUOTED.findall(text))
 
 
+@cache
+def holds_retired_word(name: str) -> bool:
+    parts = [part.lower() for part in COMPONENTS.findall(name)]
+    runs = {tuple(parts[i : i + n]) for n in (1, 2, 3) for i in range(len(parts))}
+    return name not in ORDINARY and any(tuple(word) in runs for word in retired_words())
+
+
 @each_module
 def test_no_name_holds_a_retired_word(path):
-    retired = retired_words()
-    assert len(retired) > 15
-    wrong = set()
-    for line, name in names_in(tree_of(path)):
-        parts = [part.lower() for part in COMPONENTS.findall(name)]
-        runs = {tuple(parts[i : i + n]) for n in (1, 2, 3) for i in range(len(parts))}
-        if name not in ORDINARY and any(tuple(word) in runs for word in retired):
-            wrong.add(f"{name} in line {line}")
+    assert len(retired_words()) > 15
+    wrong = {f"{name} in line {line}" for line, name in names_in(tree_of(path)) if holds_retired_word(name)}
     assert not wrong, f"{path.name}: see the glossary's table of retired words"
 
 

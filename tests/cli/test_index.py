@@ -12,7 +12,8 @@ import kinformer
 from kinformer.heads.language import KnnMixture
 from kinformer.lab.data import open_corpus
 from kinformer.lab.datastore import evaluate as datastore_evaluation
-from kinformer.lab.datastore.attach import AttachedDecoder, KeyedDecoder
+from kinformer.lab.datastore.attach import AttachedDecoder
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore, Writer
 from kinformer.lab.evaluation.bits import Windows, measure

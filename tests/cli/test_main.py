@@ -41,6 +41,22 @@ def test_what_computes_nothing_imports_little(arguments):
     assert "kinformer" in done.stdout or "linear-transformer" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["train", "gtp"], "gpt"),
+        (["estimate", "performr"], "performer"),
+        (["compare", "gpt", "both=rope:3,mamba3:1"], "mamba2"),
+        (["bench", "locl"], "local"),
+    ],
+)
+def test_an_unknown_member_is_refused_before_pytorch_is_imported(arguments, near):
+    code = "import sys; from kinformer.lab.cli.main import main; status = main(sys.argv[1:]); "
+    code += "sys.exit(9 if 'torch' in sys.modules else status)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and near in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_command_looks_for_no_garbage_in_what_it_loads_and_a_call_leaves_that_alone(cli, monkeypatch):
     """A command's work runs with the search for garbage on; what was loaded before it is out of the search."""
     code = (

@@ -260,6 +260,10 @@ MISTAKES = [
     ("compare gpt --data -", "is read once"),
     ("compare gpt --data ''", "--data is empty"),
     ("compare gpt --data nope --steps 2", "nope does not exist"),
+    (
+        "train gpt --data digits --steps 2 --out made",
+        "--data digits: is no file, but the data of the task image or vision or ",
+    ),
     ("compare gpt --data paper.pdf --steps 2", "is a PDF"),
     ("compare gpt --data short.txt --steps 2 --recipe tiny", "holds 1 token"),
     ("compare gpt --data book.txt --steps 2 --parameters 3", "no width gives 3 parameters"),

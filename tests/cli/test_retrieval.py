@@ -12,8 +12,10 @@ import kinformer
 from kinformer.core.parts import NeedsStore
 from kinformer.core.stack import HeadConfig
 from kinformer.family.build import configure
+from kinformer.lab.cli.main import main
 from kinformer.lab.data import open_corpus
-from kinformer.lab.datastore.attach import KeyedDecoder, attach_store, looks_up
+from kinformer.lab.datastore.attach import attach_store, looks_up
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.datastore.search import ExactSearch
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows, measure
@@ -42,11 +44,12 @@ def refused(cli, *arguments):
     return err
 
 
-@pytest.fixture
-def store(cli, gpt_run, tmp_path):
-    """Of the training split, by a run of windows of 32."""
-    done(cli, "index", gpt_run, "--datastore", tmp_path / "store")
-    return tmp_path / "store"
+@pytest.fixture(scope="module")
+def store(gpt_run, tmp_path_factory):
+    """Of the training split, by a run of windows of 32; tests only read it."""
+    folder = tmp_path_factory.mktemp("retrieval") / "store"
+    kinformer.index(gpt_run, datastore=folder, device="cpu", quiet=True)
+    return folder
 
 
 @pytest.fixture
@@ -61,10 +64,12 @@ def train(text_file, out, store, retriever, *arguments):
     return ("train", "spalm", *TINY, *where, *arguments)
 
 
-@pytest.fixture
-def spalm_run(cli, text_file, gpt_run, store, tmp_path):
-    done(cli, *train(text_file, tmp_path / "run", store, gpt_run, "--neighbours", 3))
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def spalm_run(text_file, gpt_run, store):
+    """A run that tests only read."""
+    words = train(text_file, store.with_name("run"), store, gpt_run, "--neighbours", 3, "--device", "cpu", "--quiet")
+    assert main([str(word) for word in words]) == 0
+    return store.with_name("run")
 
 
 def test_rows_of_training_and_validation_are_right(cli, spalm_run, gpt_run, store, text_file):
@@ -120,6 +125,7 @@ def test_a_killed_run_is_resumed_to_the_same_weights(cli, text_file, linear_run,
 def test_looks_into_lists_where_there_are_some(cli, text_file, gpt_run, store, tmp_path):
     """As in the README: an index with lists, and no word of probes. What was chosen is told and kept."""
     pytest.importorskip("faiss")
+    store = shutil.copytree(store, tmp_path / "store")
     done(cli, "index", gpt_run, "--datastore", store, "--approximate", "--lists", 20)
     _, err = done(cli, *train(text_file, tmp_path / "run", store, gpt_run))
     assert err.count("neighbours of every token are looked up approximately, in 8 of the datastore's lists") == 1
@@ -211,9 +217,10 @@ def test_minutes_choose_no_vocabulary_beside_a_retriever():
 def test_what_a_trained_run_cannot_use_is_refused(cli, spalm_run, gpt_run, store):
     options = ("evaluate", spalm_run, "--datastore", store)
     assert "--weight: is for kNN-LM" in refused(cli, *options, "--weight", 0.5)
-    shutil.rmtree(store)
+    moved = store.rename(store.with_name("moved"))
     for command in (("evaluate", spalm_run), ("generate", spalm_run, "--prompt", "x")):
         assert "is not a datastore" in refused(cli, *command)
+    moved.rename(store)
 
 
 def test_a_head_says_by_its_type_that_it_looks_things_up():

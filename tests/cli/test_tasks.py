@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ def test_resumed_with_the_same_bits(cli, text_file, films, tmp_path):
         whole, halved = (tmp_path / f"{name}-{len(task)}" for name in ("whole", "halved"))
         command = ["train", "bert", "--recipe", "tiny", "--length", "32", "--batch-size", "4", "--threads", "1"]
         every = ["--checkpoint-every", "3", "--set", "training.log_every=1", "--validate-every", "2", "--lr", "1e-3"]
-        assert cli(*command, *every, *task, "--steps", "6", "--out", whole)[0] == 0
-        assert cli(*command, *every, *task, "--steps", "6", "--set", "training.keep=2", "--out", halved)[0] == 0
+        assert cli(*command, *every, *task, "--steps", "6", "--set", "training.keep=2", "--out", whole)[0] == 0
+        shutil.copytree(whole, halved)
         newest = max((halved / "checkpoints").iterdir())
         for file in newest.iterdir():
             file.unlink()

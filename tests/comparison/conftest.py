@@ -35,8 +35,9 @@ def compared(tmp_path_factory, text_file):
 
 @pytest.fixture
 def cheap(monkeypatch):
-    """Without memory, which takes longest."""
+    """Without memory and the page's charts, which take longest."""
     monkeypatch.setattr(comparing, "memory_of", lambda *_: MEMORY)
+    monkeypatch.setattr(comparing, "page", lambda _: "")
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the kernel
 
 
 @pytest.fixture(scope="module")
-def run():
-    """The notebook as it is kept and as it was run now."""
+def ran():
+    """Of each notebook, by its name, what is kept and what came of running it now."""
     import nbformat
-    from run_notebooks import TOUR, run
+    from run_notebooks import SWAP, TOUR, run
 
-    return nbformat.read(TOUR, as_version=4), run(TOUR)
+    paths = TOUR, SWAP
+    return {path.stem: (nbformat.read(path, as_version=4), now) for path, now in zip(paths, run(*paths))}
 
 
 def kinds(notebook):
@@ -31,8 +32,8 @@ def texts(notebook):
     return ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
 
 
-def test_runs(run):
-    kept, now = run
+def test_tour(ran):
+    kept, now = ran["tour"]
     assert kinds(now) == kinds(kept)
     assert ["image/png", "text/plain"] in sum(kinds(now), [])
     counted = [text for text in texts(now) if "FLOPs a token" in text]
@@ -41,11 +42,8 @@ def test_runs(run):
     assert max(float(line.split()[-1]) for line in differences.splitlines()) < 1e-12
 
 
-def test_swapping_attention():
-    import nbformat
-    from run_notebooks import SWAP, run
-
-    kept, now = nbformat.read(SWAP, as_version=4), run(SWAP)
+def test_swapping_attention(ran):
+    kept, now = ran["swap"]
     assert kinds(now) == kinds(kept)
     for word in ("parameters", " bytes"):
         assert [text for text in texts(now) if word in text] == [text for text in texts(kept) if word in text]
@@ -53,7 +51,7 @@ def test_swapping_attention():
     assert all(float(line.split()[-1]) < 0.6 * float(line.split()[-3]) for line in losses.splitlines())
 
 
-def test_is_a_page(run, tmp_path):
+def test_is_a_page(tmp_path):
     from generator.notebook import generate
     from run_notebooks import TOUR
 

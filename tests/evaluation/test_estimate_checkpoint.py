@@ -1,5 +1,7 @@
 """The estimate of a step with gradient checkpointing against the tensors that are alive in a real one."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -16,10 +18,10 @@ CONFIGS = {
     name: configure(name.split(",")[0], "tiny", 64, {"stack.checkpoint": True, **changes})
     for name, changes in {
         "gpt": {"layers": 5},
-        "gpt, window": {"layers": 12, "layers.*.mixer.pattern": WINDOW},
+        "gpt, window": {"layers": 6, "layers.*.mixer.pattern": WINDOW},
         "gpt, dropout": {"layers": 5, "layers.*.dropout": 0.1},
         "rope, unlike": {"layers": 6, "layers.*.mixer.pattern": WINDOW, "layers.3.mixer.pattern": "causal"},
-        "linear-transformer": {"layers": 12},
+        "linear-transformer": {"layers": 6},
         "fast-weights": {"layers": 4},
         "post-ln": {"layers": 1},
         "macaron": {"layers": 5},
@@ -27,6 +29,7 @@ CONFIGS = {
         "longformer": {"layers": 5},
     }.items()
 }
+estimated = cache(estimate)
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -45,7 +48,7 @@ def alive(config, batch, length, autocast=False):
 
 
 def activations(config, **options):
-    return estimate(config, **options).memory["train"]["activations"]
+    return estimated(config, **options).memory["train"]["activations"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_live_counts_views_once_and_forgets_what_is_gone():
 
 @each_config
 def test_flops_are_those_of_the_counter(config):
-    result = estimate(config, length=100, batch=2)
+    result = estimated(config, length=100, batch=2)
     with unallocated():
         model, tokens = config.build(), torch.zeros(2, 100, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:

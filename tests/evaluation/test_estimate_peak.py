@@ -115,6 +115,4 @@ def test_the_interpreter_is_asked_and_what_is_usual_is_said_where_it_does_not_an
     config = configure("gpt", "tiny", 64)
     assert peak(config, estimate(config, length=8), length=8, batch=1, interpreter=asked)["interpreter"] == asked
     monkeypatch.setattr(estimate_peak, "PROBE", "raise SystemExit(1)")
-    estimate_peak.interpreter_bytes.cache_clear()
-    assert estimate_peak.interpreter_bytes() == estimate_peak.INTERPRETER
-    estimate_peak.interpreter_bytes.cache_clear()
+    assert estimate_peak.interpreter_bytes.__wrapped__() == estimate_peak.INTERPRETER

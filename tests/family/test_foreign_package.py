@@ -288,7 +288,9 @@ def test_a_config_that_no_name_leads_to_is_not_stored(module):
     fails("is another one when it is read again", storable, config.replace(initialisation=start))
 
 
-def test_a_run_is_trained_and_told_when_its_package_is_missing(package, tmp_path, text_file):
+def test_a_run_is_trained_and_told_when_its_package_is_missing(package, told, tmp_path, text_file):
+    """A run of this process is read by others, with the package and without it."""
+
     def command(*arguments, path=str(package)):
         paths = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -297,8 +299,8 @@ def test_a_run_is_trained_and_told_when_its_package_is_missing(package, tmp_path
 
     run = str(tmp_path / "run")
     settings = ("--recipe", "tiny", "--steps", "2", "--length", "16", "--batch-size", "2")
-    done = command("train", "leaky", *settings, "--task", "next-byte", "--data", str(text_file), "--out", run)
-    assert done.returncode == 0, done.stderr
+    code, _, err = told("train", "leaky", *settings, "--task", "next-byte", "--data", str(text_file), "--out", run)
+    assert code == 0, err
     generate = ("generate", run, "--prompt", "a", "--max-new-tokens", "3")
     assert (done := command(*generate)).returncode == 0, done.stderr
     done = command(*generate, path=None)

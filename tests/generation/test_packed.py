@@ -6,20 +6,22 @@ import torch
 import kinformer
 from kinformer.core.parts import UnpackedLinear
 from kinformer.core.state import difference
-from kinformer.generation import weights as packing
 from kinformer.generation.generate import evaluating
-from kinformer.generation.weights import LEAST, PackedLinear, can_pack, inference_copy, pack
-from tests.members import CAUSAL
+from kinformer.generation.native import is_native
+from kinformer.generation.weights import PackedLinear, can_pack, inference_copy, pack
+from tests.members import CAUSAL, TINY, one_layer
+
+native = pytest.mark.skipif(not is_native(), reason="no C compiler is installed")
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_the_same_logits_and_state(name, dtype, tolerance):
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny").eval().to(dtype)
+    model = one_layer(TINY[name]).build().eval().to(dtype)
     if not can_pack(model):
         pytest.skip("this machine or build of PyTorch has no packed products")
-    packed = pack(model, rows=3, least=0)
+    packed = pack(model)
     products = sum(
         isinstance(module, torch.nn.Linear) and not isinstance(module, UnpackedLinear) for module in model.modules()
     )
@@ -39,62 +41,44 @@ def test_what_cannot_be_packed_stays():
     assert pack(model) is model
 
 
-def test_only_what_pays_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(entry.where for entry in LEAST.values())
-    entry = packing.Least(cached=2000, streamed=600, more=500, cache=1 << 20, where="here")
-    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, entry))
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 32))
-    if not can_pack(model):
-        pytest.skip("this machine or build of PyTorch has no packed products")
-    assert pack(model) is model
-    assert [type(each) for each in pack(model, rows=2)] == [PackedLinear, PackedLinear]
-    monkeypatch.setattr(
-        packing, "LEAST", dict.fromkeys(LEAST, entry._replace(cache=6 << 10))
-    )  # 1,536 weights are 6 KiB
-    assert [type(each) for each in pack(model)] == [torch.nn.Linear, PackedLinear]
-    narrow = model.bfloat16()
-    assert all(isinstance(each, PackedLinear) for each in pack(narrow)) == can_pack(narrow)
-
-
-def test_generate_packs_once_and_again_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = packing.Least(1 << 40, 1 << 40, 1 << 40, 0, where="here", columns=True)
-    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, entry))
+@native
+def test_generate_packs_once_and_again_after_a_change() -> None:
     torch.manual_seed(0)
     model = kinformer.build("gpt", recipe="tiny").eval()
     prompt = torch.randint(256, (1, 5))
     expected = kinformer.generate(model, prompt, max_new_tokens=20, temperature=0)
     assert not model._inference_copies  # too few to pay
     assert torch.equal(kinformer.generate(model, prompt, max_new_tokens=60, temperature=0)[:, :20], expected)
-    ours = inference_copy(model, 1, 60)
-    assert ours is not model and ours is inference_copy(model, 1, 20)
-    wide, mine = (each.stack.layers[0].mixer.projection.qkv.weight for each in (model, ours))
-    assert torch.equal(wide, mine) and mine.stride() == (1, wide.shape[0]) and wide.is_contiguous()
+    ours = inference_copy(model, 60)
+    assert ours is not model and ours is inference_copy(model, 20)
+    wide = model.stack.layers[0].mixer.projection.qkv.weight
+    assert isinstance(ours.stack.layers[0].mixer.projection.qkv, PackedLinear)
     norms = [each.stack.layers[0].mixer_residual.norm.weight for each in (model, ours)]
     assert norms[0].data_ptr() == norms[1].data_ptr() and norms[0].requires_grad and not norms[1].requires_grad
     with torch.no_grad():
         wide.mul_(2)
-    assert inference_copy(model, 1, 60) is not ours
+    assert inference_copy(model, 60) is not ours
 
 
+@native
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_of_an_optimiser_is_a_change(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
-    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, packing.Least(1 << 40, 1 << 40, 1 << 40, 0, "", True)))
+def test_a_step_of_an_optimiser_is_a_change(fused: bool) -> None:
     torch.manual_seed(0)
     model = kinformer.build("gpt", recipe="tiny").eval()
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    ours = inference_copy(model, 1, 60)
+    ours = inference_copy(model, 60)
     model(torch.randint(256, (1, 5)))[0].square().sum().backward()
     optimiser.step()
-    assert ours is not model and inference_copy(model, 1, 60) is not ours
+    assert ours is not model and inference_copy(model, 60) is not ours
 
 
-def test_a_model_with_hooks_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "LEAST", dict.fromkeys(LEAST, packing.Least(1 << 40, 1 << 40, 1 << 40, 0, "", True)))
+@native
+def test_a_model_with_hooks_is_not_copied() -> None:
     model = kinformer.build("gpt", recipe="tiny").eval()
     handle = model.stack.layers[0].register_forward_hook(lambda *_: None)
-    assert inference_copy(model, 1, 60) is model
+    assert inference_copy(model, 60) is model
     handle.remove()
-    assert inference_copy(model, 1, 60) is not model
+    assert inference_copy(model, 60) is not model
 
 
 def test_every_module_returns_to_its_mode() -> None:

@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 
-import kinformer
 from kinformer.core.state import difference, select_rows
 from kinformer.generation.recording import (
     Recording,
@@ -30,7 +29,7 @@ from kinformer.generation.session import Session
 from kinformer.kernels.attention import _CPU, TABLE
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError
-from tests.members import CAUSAL
+from tests.members import CAUSAL, TINY, one_layer
 
 from .conftest import tiny
 
@@ -58,7 +57,7 @@ def session(model, prompt, recorded=True, room=12):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_recorded_steps_are_the_models_own(name):
     torch.manual_seed(0)
-    model = kinformer.build(name, recipe="tiny").eval()
+    model = one_layer(TINY[name]).build().eval()
     prompt = torch.randint(model.vocab_size, (2, 24))
     ours, expected = session(model, prompt), session(model, prompt, recorded=False)
     for step in range(20):  # beyond the window and the reserved room

@@ -22,12 +22,11 @@ BOUND = 0.05
 
 
 @pytest.fixture(params=[True, False])
-def fbgemm(request, monkeypatch):
-    """Products by FBGEMM, and as on processors where FBGEMM is not used."""
-    if request.param and not forms.uses_fbgemm():
-        pytest.skip("FBGEMM is not used on this processor")
-    monkeypatch.setattr(forms, "uses_fbgemm", lambda: request.param)
-    monkeypatch.setattr(forms, "WIDE", 1)
+def in_c(request, monkeypatch):
+    """Products in C, and as on machines without a C compiler."""
+    if request.param and not forms.is_native():
+        pytest.skip("no C compiler is installed")
+    monkeypatch.setattr(forms, "is_native", lambda: request.param)
     return request.param
 
 
@@ -37,7 +36,7 @@ def twins(name, **changes):
     return model, as_weights(copy.deepcopy(model), "int8")
 
 
-def test_a_row_is_off_by_half_a_step(fbgemm):
+def test_a_row_is_off_by_half_a_step(in_c):
     weight = torch.randn(5, 12) * torch.logspace(-3, 2, 5)[:, None]
     weight[3] = 0
     ours = NarrowWeight.of(weight, 8)
@@ -51,7 +50,7 @@ def test_a_row_is_off_by_half_a_step(fbgemm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("columns", [64, 40, 7])
-def test_a_product_is_the_product_of_the_wide_matrix(columns, bits, dtype, fbgemm):
+def test_a_product_is_the_product_of_the_wide_matrix(columns, bits, dtype, in_c):
     weight = NarrowWeight.of(torch.randn(24, columns, dtype=dtype), bits)
     bias = torch.randn(24, dtype=dtype)
     for rows in (1, 3, FEW + 1):
@@ -59,14 +58,14 @@ def test_a_product_is_the_product_of_the_wide_matrix(columns, bits, dtype, fbgem
         expected = functional.linear(x.float(), weight.widened().float(), bias.float())
         y = functional.linear(x, weight, bias)
         assert y.dtype == dtype and y.shape == expected.shape
-        limit = 1e-3 if fbgemm and dtype == torch.float32 else 2e-2
+        limit = 2e-4 if in_c and dtype == torch.float32 and rows <= FEW else 2e-2
         torch.testing.assert_close(y.float(), expected, atol=limit * float(expected.abs().max()), rtol=0)
-        if fbgemm and bits == 8:
+        if in_c and rows <= FEW:
             one = [functional.linear(x[:, row : row + 1], weight, bias) for row in range(rows)]
             assert torch.equal(torch.cat(one, 1), y)
 
 
-def test_a_product_of_no_rows_is_empty_and_writes_are_refused(fbgemm):
+def test_a_product_of_no_rows_is_empty_and_writes_are_refused(in_c):
     weight = NarrowWeight.of(torch.randn(6, 64), 8)
     before = weight.widened()
     assert weight.product(torch.randn(2, 0, 64)).shape == (2, 0, 6)
@@ -86,7 +85,7 @@ def test_a_narrow_product_compiles():
     torch.compiler.reset()
     linear, x = torch.nn.Linear(64, 6), torch.randn(3, 64)
     ours = as_weights(torch.nn.Sequential(linear), "int8")
-    assert torch.equal(torch.compile(ours, backend="eager")(x), ours(x))
+    torch.testing.assert_close(torch.compile(ours, backend="eager")(x), ours(x), atol=1e-2, rtol=0)
 
 
 def test_lookups_slices_and_other_reads():
@@ -130,7 +129,7 @@ def test_chunks_and_recorded_steps_are_alike(name):
         made.feed(tokens)
     for _ in range(6):
         assert torch.equal(recorded.step(), plain.step())
-        torch.testing.assert_close(recorded._logits, plain._logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(recorded._logits, plain._logits, atol=1e-3, rtol=1e-3)
     assert recorded._stepping.running is not None
 
 
@@ -153,7 +152,7 @@ def test_8_bit_weights_are_not_trained():
     assert ours.eval() is ours and not copy.deepcopy(ours).training
 
 
-def test_a_row_of_nan_stays_nan(fbgemm):
+def test_a_row_of_nan_stays_nan(in_c):
     weight = torch.randn(3, 64)
     weight[1, 5] = torch.nan
     for table in (True, False):
@@ -163,7 +162,7 @@ def test_a_row_of_nan_stays_nan(fbgemm):
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("table", [True, False])
-def test_narrow_weights_are_pickled(bits, table, fbgemm):
+def test_narrow_weights_are_pickled(bits, table, in_c):
     weight, x = NarrowWeight.of(torch.randn(6, 64), bits, table), torch.randn(2, 64)
     again = pickle.loads(pickle.dumps(weight))
     assert isinstance(again, NarrowWeight) and torch.equal(again.widened(), weight.widened())

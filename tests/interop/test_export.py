@@ -1,9 +1,7 @@
 """Export: folders that transformers loads compute what the run computes, and importing one gives the run's bits."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -196,33 +194,6 @@ def test_saved_again_the_bytes_are_equal(exported, tmp_path):
         loaded(source, trust_remote_code=True).save_pretrained(tmp_path / name)
     for file in ("model.safetensors", "config.json", "modeling_kinformer.py"):
         assert (tmp_path / "once" / file).read_bytes() == (tmp_path / "twice" / file).read_bytes()
-
-
-def test_a_new_process_needs_trust_alone(exported, tmp_path):
-    """Nothing of ours is imported before transformers reads the folder."""
-    code = f"""
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = {str(exported)!r}
-try:
-    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-except ValueError as error:
-    print("trust_remote_code" in str(error))
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
-inputs = tokenizer("It was ", return_tensors="pt")
-print(type(model).__module__.startswith("transformers_modules"))
-print(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, 7:].tolist())
-"""
-    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    ours = kinformer.load(exported.parent / "run")
-    prompt = torch.from_numpy(ByteTokenizer().encode("It was "))[None]
-    new = kinformer.generate(ours, prompt, max_new_tokens=8, temperature=0)[0].tolist()
-    assert done.stdout.split("\n")[:3] == ["True", "True", str(new)]
 
 
 def test_bytes_are_the_tokens_of_a_run_of_bytes(exported):

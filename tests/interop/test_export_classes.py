@@ -18,6 +18,7 @@ from kinformer.generation.beam import Search, beam_search
 from kinformer.interop import auto
 from kinformer.interop.auto import CACHE
 from kinformer.lab.cli.main import main
+from kinformer.lab.data import ByteTokenizer
 from kinformer.lab.runs.run import open_run
 from kinformer.runtime.errors import KinformerError
 from tests.interop.encoders import assert_close
@@ -127,7 +128,22 @@ def test_logits_are_the_runs_bits_and_importing_gives_them_back(name, pairs, tmp
 
 def test_a_new_process_needs_trust_alone(pairs, tmp_path):
     """Nothing of ours is imported before transformers reads the folders."""
-    code = ["import sys, torch, transformers", "print('kinformer' in sys.modules)"]
+    writer = pairs("gated-deltanet")
+    code = [
+        f"""
+import sys, torch, transformers
+print('kinformer' in sys.modules)
+folder = {str(writer.done.folder)!r}
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+except ValueError as error:
+    print("trust_remote_code" in str(error))
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+print(type(model).__module__.startswith("transformers_modules"))
+inputs = transformers.AutoTokenizer.from_pretrained(folder)("It was ", return_tensors="pt")
+print(*model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, 7:].tolist())
+"""
+    ]
     for name in ONE_OF_EACH:
         pair = pairs(name)
         torch.save(pair.inputs(), tmp_path / f"{pair.use}.pt")
@@ -146,8 +162,10 @@ def test_a_new_process_needs_trust_alone(pairs, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    sums = [str(pairs(name).wanted().sum(dtype=torch.float64).item()) for name in ONE_OF_EACH]
-    assert done.stdout.split() == ["False", *sums]
+    sums = [pairs(name).wanted().sum(dtype=torch.float64).item() for name in ONE_OF_EACH]
+    prompt = torch.from_numpy(ByteTokenizer().encode("It was "))[None]
+    new = kinformer.generate(writer.ours, prompt, max_new_tokens=8, temperature=0)[0].tolist()
+    assert done.stdout.split() == ["False", "True", "True", *map(str, new), *map(str, sums)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -415,7 +433,13 @@ REFUSED = {
         "linear translator",
         {key: torch.zeros(1, 2, dtype=torch.int64) for key in ("input_ids", "decoder_input_ids")}
         | {"output_attentions": True},
-        "a model of a source does not return weights",
+        "output_attentions: a model of a source returns the last hidden states of its encoder alone",
+    ),
+    "layers over a source": (
+        "linear translator",
+        {key: torch.zeros(1, 2, dtype=torch.int64) for key in ("input_ids", "decoder_input_ids")}
+        | {"output_hidden_states": True},
+        "output_hidden_states: a model of a source returns",
     ),
     "no images": ("hipt", {}, "pixel_values: is missing"),
     "no target": ("linear translator", {"input_ids": torch.zeros(1, 3, dtype=torch.int64)}, "decoder_input_ids: is"),
@@ -509,6 +533,25 @@ def test_hidden_states_are_what_the_layers_return(name, pairs):
     alone = pair.theirs(input_ids=first, output_hidden_states=True).hidden_states[0]
     row = pair.theirs(input_ids=inputs["input_ids"][:1], output_hidden_states=True).hidden_states[0]
     assert torch.allclose(row[:, :1], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["convformer", "hipt", "deit of two classifiers"])
+@torch.no_grad()
+def test_hidden_states_of_images_are_what_the_layers_return(name, pairs):
+    pair = pairs(name)
+    images = pair.inputs()["pixel_values"]
+    outputs = pair.theirs(images, output_hidden_states=True)
+    first, *layers = outputs.hidden_states
+    assert torch.equal(outputs.logits, pair.theirs(images).logits) and pair.theirs(images).hidden_states is None
+    count = len(pair.ours.stack.order)
+    assert len(layers) == count and first.shape[1] == pair.ours.input.length(images)
+    hidden = pair.ours.hidden(images, taps=range(count))
+    assert all(map(torch.equal, layers, (*hidden.tapped[:-1], hidden.long_input)))
+    calls = []
+    handle = pair.ours.stack.layers[0].register_forward_pre_hook(lambda module, inputs: calls.append(inputs[0]))
+    pair.ours(images)
+    handle.remove()
+    assert torch.equal(first, calls[0][:, -first.shape[1] :])
 
 
 @pytest.mark.parametrize("name", WITH_IDS)

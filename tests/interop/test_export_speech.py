@@ -98,3 +98,5 @@ def test_the_folder_says_how_sound_is_heard_and_comes_back(pair):
             theirs(**inputs)
     with pytest.raises(KinformerError, match="must have the shape of the input"):
         theirs(torch.zeros(1, 800), torch.ones(1, 799))
+    with pytest.raises(KinformerError, match="output_hidden_states: a model of sound returns logits and"):
+        theirs(torch.zeros(1, 800), output_hidden_states=True)

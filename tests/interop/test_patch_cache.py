@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from kinformer.interop import patch
-from kinformer.interop.patching import CROPS_TO_LENGTH
 from kinformer.nn import states
 from kinformer.runtime.errors import KinformerError
 from tests.interop.peers import MAIN, VOCABULARY, assert_equal, logits, new_model, tokens
@@ -132,8 +131,7 @@ def test_crop_takes_tokens_back_or_says_that_it_cannot(mixer):
         if mixer != "softmax":
             with pytest.raises(KinformerError, match="cannot be rewound by 3 tokens"):
                 copy.deepcopy(cache).crop(-3)
-        if not CROPS_TO_LENGTH:
-            cache.crop(0)
+        cache.crop(0)
         for layer in cache.layers[:2]:
             layer.activate_past_recording()
         model(ids[:, 10:14], **{CACHE: cache})

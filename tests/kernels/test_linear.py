@@ -194,8 +194,7 @@ def test_autocast_runs_the_products_in_its_dtype(time: int) -> None:
         assert (ours - theirs).norm() < 0.03 * theirs.norm()
 
 
-@pytest.mark.parametrize("with_reset", [False, True])
-@pytest.mark.parametrize("time", [1, 70])
+@pytest.mark.parametrize(("time", "with_reset"), [(1, False), (70, True)])
 def test_compiles_as_one_graph(time: int, with_reset: bool) -> None:
     inputs = example(time)
     reset = resets(time) if with_reset else None

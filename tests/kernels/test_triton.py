@@ -40,19 +40,19 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def example(rule, time, decay=True, heads=1, features=10, width=6, device=HERE, dtype=torch.float32):
+def example(rule, time, decay=True, rows=1, heads=1, features=10, width=6, device=HERE, dtype=torch.float32):
     """q, k, v, decay, state and beta or the normaliser's sum, all requiring gradients."""
-    q, k = (draw(2, heads, time, features, seed=seed).abs() for seed in (1, 2))
-    v, s = draw(2, heads, time, width, seed=3), draw(2, heads, features, width, seed=4)
-    x = draw(2, heads, time, seed=5).sigmoid() if rule == "delta" else draw(2, heads, features, seed=5).abs()
-    by = (2, heads, time, features) if decay == "channel" else (2, heads, time)
+    q, k = (draw(rows, heads, time, features, seed=seed).abs() for seed in (1, 2))
+    v, s = draw(rows, heads, time, width, seed=3), draw(rows, heads, features, width, seed=4)
+    x = draw(rows, heads, time, seed=5).sigmoid() if rule == "delta" else draw(rows, heads, features, seed=5).abs()
+    by = (rows, heads, time, features) if decay == "channel" else (rows, heads, time)
     g = -draw(*by, seed=6).abs() / 4 if decay else None
     tokens = [each.to(dtype) for each in (q, k / k.sum(-1, keepdim=True), v)]
     return [None if each is None else each.to(device).requires_grad_() for each in (*tokens, g, s, x)]
 
 
-def resets(time, device=HERE):
-    flags = torch.zeros(2, time, dtype=torch.bool, device=device)
+def resets(time, rows=1, device=HERE):
+    flags = torch.zeros(rows, time, dtype=torch.bool, device=device)
     flags[0, ::13] = True
     flags[-1, time // 2 : time // 2 + 2] = True
     return flags
@@ -95,7 +95,7 @@ def agree(got, want, tolerance=1e-4):
 @each_rule
 @pytest.mark.parametrize(("decay", "reset"), [(False, False), (False, True), (True, False)])
 def test_equals_the_reference(rule, decay, reset, device, small_blocks):
-    inputs, flags = example(rule, 33, decay, device=device), resets(33, device) if reset else None
+    inputs, flags = example(rule, 33, decay, device=device), resets(33, device=device) if reset else None
     agree(run(rule, inputs, reset=flags), run(rule, wide(inputs), reset=flags, impl="reference"))
 
 
@@ -103,7 +103,7 @@ def test_equals_the_reference(rule, decay, reset, device, small_blocks):
 @each_rule
 @pytest.mark.parametrize("reset", [False, True])
 def test_decays_by_channel(rule, reset, device, small_blocks):
-    inputs, flags = example(rule, 33, "channel", device=device), resets(33, device) if reset else None
+    inputs, flags = example(rule, 33, "channel", device=device), resets(33, device=device) if reset else None
     agree(run(rule, inputs, reset=flags), run(rule, wide(inputs), reset=flags, impl="reference"))
 
 
@@ -118,12 +118,12 @@ def test_decays_by_channel_beyond_the_range_are_the_chunked_kernels(rule, small_
 @pytest.mark.parametrize("decay", [None, "head", "channel"])
 def test_keys_that_are_erased_and_not_written(decay, device, small_blocks):
     q, k, v, g, s, x = example("delta", 33, decay, device=device)
-    erase = draw(2, 1, 33, 10, seed=9).to(device).requires_grad_()
+    erase = draw(1, 1, 33, 10, seed=9).to(device).requires_grad_()
 
     def update(*tensors, impl):
         q, k, v, s, x, e, *g = tensors
         keys = e / e.norm(dim=-1, keepdim=True)
-        tokens = DeltaTokens(q, k, v, x, keys, *(g or [None]), resets(33, device))
+        tokens = DeltaTokens(q, k, v, x, keys, *(g or [None]), resets(33, device=device))
         out, last = delta_steps(
             tokens._replace(k=k[:, :, :, None], v=v[:, :, :, None], beta=x[..., None], erase=keys[:, :, :, None]),
             s, impl=impl,
@@ -140,8 +140,9 @@ def test_keys_that_are_erased_and_not_written(decay, device, small_blocks):
 @each_rule
 @pytest.mark.parametrize(("time", "features", "width"), [(1, 5, 3), (9, 40, 33), (65, 16, 16)])
 def test_any_length_and_width(rule, time, features, width, device):
-    inputs = example(rule, time, heads=1 + (time == 9), features=features, width=width, device=device)
-    flags = resets(time, device)
+    rows = heads = 1 + (time == 9)
+    inputs = example(rule, time, rows=rows, heads=heads, features=features, width=width, device=device)
+    flags = resets(time, rows, device)
     agree(run(rule, inputs, reset=flags), run(rule, wide(inputs), reset=flags, impl="reference"))
 
 
@@ -149,7 +150,7 @@ def test_any_length_and_width(rule, time, features, width, device):
 @each_rule
 def test_bfloat16_sums_in_float32(rule, device, small_blocks):
     inputs = example(rule, 20, device=device, dtype=torch.bfloat16)
-    found, flags = run(rule, inputs, reset=resets(20, device)), resets(20, device)
+    found, flags = run(rule, inputs, reset=resets(20, device=device)), resets(20, device=device)
     states = 1 if rule == "delta" else 2
     assert [each.dtype for each in found[: 1 + states]] == [torch.bfloat16] + states * [torch.float32]
     agree(found, run(rule, wide(inputs), reset=flags, impl="reference"), 0.03)
@@ -249,7 +250,8 @@ def test_mixers_with_padding_and_resets(name):
     for impl in ("triton", "reference"):
         torch.manual_seed(0)
         mixer = config.replace(impl=impl).build(8).to(HERE)
-        y, state = mixer(Chunk(x.masked_fill(~valid[..., None], torch.nan), valid, resets(11)), mixer.initial_state(2))
+        chunk = Chunk(x.masked_fill(~valid[..., None], torch.nan), valid, resets(11, 2))
+        y, state = mixer(chunk, mixer.initial_state(2))
         slopes = torch.autograd.grad(y.square().sum() + state.kv.sum(), list(mixer.parameters()), allow_unused=True)
         found.append((y, state.kv, *(each for each in slopes if each is not None)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
@@ -260,7 +262,7 @@ def test_rwkv7():
     for impl in ("triton", "reference"):
         torch.manual_seed(0)
         mixer = config.replace(impl=impl).build(8).to(HERE)
-        y, state = mixer(Chunk(x, reset=resets(11)), mixer.initial_state(2))
+        y, state = mixer(Chunk(x, reset=resets(11, 2)), mixer.initial_state(2))
         found.append((y, state.kv, *torch.autograd.grad(y.square().sum() + state.kv.sum(), list(mixer.parameters()))))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 

@@ -80,8 +80,8 @@ def test_one_query_multiplies_by_8_bits_as_it_would_by_their_numbers(heads, kv_h
 @pytest.mark.parametrize("settings", [{}, {"exclusive": True}, {"pattern": Local.Config(window=9)}])
 def test_a_session_steps_by_8_bits_as_it_does_by_their_numbers(settings, monkeypatch):
     mixer, x, read = built(CONFIG.replace(**settings)).float(), inputs(30).float(), []
-    outs, plain = [], int8.attend_int8
-    monkeypatch.setattr(int8, "attend", lambda *call: read.append(call) or plain(*call))
+    outs, plain = [], attention.attend_int8
+    monkeypatch.setattr(attention, "attend_int8", lambda *call: read.append(call) or plain(*call))
     for least in (4, 1 << 30):
         monkeypatch.setattr(int8, "LEAST", least)
         state, parts = reserve(mixer.initial_state(2), 40), []

@@ -168,7 +168,7 @@ def test_it_compiles():
 
 def test_a_packed_model_keeps_the_matrices_that_queries_absorb():
     mixer = config(form="absorbed").build(DIM)
-    packed = pack(mixer, least=1)
+    packed = pack(mixer)
     assert isinstance(packed.out, PackedLinear)
     assert not isinstance(packed.up, PackedLinear)
     x = inputs(TIME).float()

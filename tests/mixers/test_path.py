@@ -58,7 +58,8 @@ def test_contract(monkeypatch, settings):
     config = PathAttention.Config(**settings)
     subject = MixerSubject(lambda: config.build(DIM), dim=DIM, batch=2)
     for check in CHECKS:
-        CHECKS[check](subject)
+        if check != "compile" or "decay" in settings:  # which has all that the others have
+            CHECKS[check](subject)
 
 
 def reference(tokens, past, v, sums):

@@ -9,7 +9,7 @@ from kinformer.blocks.feed_forward import ProductKeys
 from kinformer.core.contract import Chunk
 from kinformer.core.encoder import SequenceContext
 from kinformer.family.build import configure
-from kinformer.lab.datastore.attach import KeyedDecoder
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.mixers.convolutions import SeparableTransition
 from kinformer.runtime.errors import KinformerError
 from kinformer.testing import (

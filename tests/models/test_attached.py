@@ -10,7 +10,8 @@ from kinformer.core.state import difference
 from kinformer.generation.generate import generate
 from kinformer.generation.weights import pack
 from kinformer.heads.language import KnnMixture
-from kinformer.lab.datastore.attach import FEED_FORWARD, HIDDEN, AttachedDecoder, KeyedDecoder
+from kinformer.lab.datastore.attach import AttachedDecoder
+from kinformer.lab.datastore.keys import FEED_FORWARD, HIDDEN, KeyedDecoder
 
 VOCAB = 23
 
@@ -109,6 +110,6 @@ def test_it_generates_with_and_without_packed_weights():
     plain = generate(model, TOKENS, **options)
     mixed = generate(attached(model, weight=0.9), TOKENS, **options)
     assert not torch.equal(plain, mixed)
-    assert torch.equal(mixed, generate(attached(pack(model, 3, least=0), weight=0.9), TOKENS, **options))
+    assert torch.equal(mixed, generate(attached(pack(model), weight=0.9), TOKENS, **options))
     step = attached(model, weight=0.9)(torch.cat([TOKENS, mixed], 1))[0]
     assert torch.equal(step[:, TOKENS.shape[1] - 1 : -1].argmax(-1), mixed)

@@ -10,8 +10,8 @@ from kinformer.core.state import difference, nbytes
 from kinformer.generation.generate import generate
 from kinformer.generation.session import Session
 from kinformer.generation.weights import pack
-from kinformer.lab.datastore.attach import KeyedDecoder
-from kinformer.lab.datastore.retrieval import RetrievingDecoder, RetrievingState
+from kinformer.lab.datastore.attach import RetrievingDecoder, RetrievingState
+from kinformer.lab.datastore.keys import KeyedDecoder
 from kinformer.lab.tasks.next_token import NextTokenLoss, RetrievedNextToken, TokenBatch
 from kinformer.testing import MODEL_CHECKS, ModelSubject
 
@@ -136,8 +136,8 @@ def test_it_generates_token_by_token_what_the_whole_text_gives():
     whole = model(torch.cat([TOKENS, new], 1))[0]
     assert torch.equal(whole[:, TOKENS.shape[1] - 1 : -1].argmax(-1), new)
     assert not torch.equal(new, generate(model.decoder, TOKENS, max_new_tokens=20, temperature=0))
-    keys = KeyedDecoder(pack(model.retriever.decoder, 3, least=0))
-    packed = RetrievingDecoder(pack(model.decoder, 3, least=0), keys, model.searcher, 4)
+    keys = KeyedDecoder(pack(model.retriever.decoder))
+    packed = RetrievingDecoder(pack(model.decoder), keys, model.searcher, 4)
     assert torch.equal(generate(packed, TOKENS, max_new_tokens=20, temperature=0), new)
     session, alone = Session(model, 3), Session(model.decoder, 3)
     for each in (session, alone):

@@ -182,7 +182,7 @@ def test_a_step_exports(name):
     assert states.difference(end, after) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "local", "sparse-transformer"])
+@pytest.mark.parametrize("name", ["gpt", "linear-transformer", "gated-deltanet", "sparse-transformer"])
 def test_a_step_compiles(name):
     torch.compiler.reset()
     layer, x = made(name).float(), randn(2, 8, DIM).float()
@@ -398,7 +398,8 @@ def _padded_grid(name):
         (lambda: made("gpt")(randn(1, 3, DIM), context=randn(1, 4, DIM)), "attends to x alone"),
         (lambda: made("cross")(randn(1, 3, DIM)), "has none; give context="),
         (lambda: made("bert")(randn(1, 3, DIM), num_global=3), "num_global is 3"),
-        (lambda: made("swin")(randn(1, 15, DIM), grid=(4, 4)), "the mixer windows"),
+        (lambda: made("swin")(randn(1, 15, DIM), grid=(4, 4)), "grid=(rows, columns), the grid of these 15 patches"),
+        (lambda: made("swin")(randn(1, 16, DIM)), "the mixer windows is for the patches of images and nothing else"),
         *(
             (functools.partial(_padded_grid, name), "key_padding_mask: the patches of an image are all real")
             for name in sorted(GRID)

@@ -6,6 +6,7 @@ import shlex
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kinformer.family.table import FAMILY, member
 from kinformer.lab.cli.main import main
 from kinformer.lab.runs.minutes import REREAD, SIZES, learning_rate, resized, rotated
 from kinformer.lab.runs.run import open_run
+from kinformer.lab.runs.train import warning
 from kinformer.lab.training.data_module import rows_of
 from kinformer.lab.training.loop import Updater
 from kinformer.lab.training.settings import Settings
@@ -270,3 +272,10 @@ def test_speed_is_measured_with_the_threads_that_train(book: Path, monkeypatch: 
     finally:
         torch.set_num_threads(before)
     assert set(measured) == {1}
+
+
+def test_a_run_of_few_steps_names_the_share_of_the_time_in_which_it_computed():
+    made: Any = SimpleNamespace(steps=1, signal=0)
+    busy = "fewer than a warm-up takes (20), as this process computed for 10% of the time, so little is learnt"
+    assert busy in str(warning(made, Settings(minutes=0.5), 0.1))
+    assert "fewer than a warm-up takes (20), so little is learnt" in str(warning(made, Settings(minutes=0.5), 0.9))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kinformer.generation.sampling import Sampling
-from kinformer.lab.serving.engine import Request
+from kinformer.lab.serving.requests import Request
 
 
 @dataclass

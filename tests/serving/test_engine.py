@@ -9,7 +9,7 @@ from kinformer.lab.serving.engine import ROOM, BusyError, Engine, Limits, row_by
 from kinformer.runtime.errors import KinformerError
 
 from ..generation.conftest import tiny
-from ..members import CAUSAL
+from ..members import CAUSAL, TINY, one_layer
 from .conftest import exhaust, request
 
 MEMBERS = ["gpt", "linear-transformer", "gated-deltanet", "transformer-xl", "local"]
@@ -141,7 +141,7 @@ def test_rows_are_admitted_by_the_bytes_of_their_state():
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_bound_of_a_row_holds_what_it_holds(name):
-    model = kinformer.build(name, recipe="tiny").eval()
+    model = one_layer(TINY[name]).build().eval()
     engine = Engine(model)
     limit = model.max_length or 10**6
     lengths = [min(limit // 2, length) for length in (3, 40, 150)]

@@ -299,6 +299,10 @@ def test_penalties_and_biases_change_the_drawn_tokens(client, folder):
     assert drawn(presence_penalty=0.0, frequency_penalty=0)[0] == plain
     # A bias of 100 wins every draw; the penalty of 2 for each of its earlier occurrences does not change that.
     assert drawn(new=5, logit_bias={"65": 100}, frequency_penalty=2.0)[0] == [65] * 5
+    # It grows with their number, until the second token wins; a presence penalty does not grow.
+    two = {"65": 100, "66": 95}
+    assert 66 in drawn(new=6, logit_bias=two, frequency_penalty=2.0)[0]
+    assert drawn(new=6, logit_bias=two, presence_penalty=2.0)[0] == [65] * 6
     banned, _ = drawn(logit_bias={str(plain[0]): -100})
     assert plain[0] not in banned
     # A small bias for every letter is an order, so each presence penalty moves on to the next token.

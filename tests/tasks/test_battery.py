@@ -102,18 +102,18 @@ CASES = {
     },
     "dino": {
         "member": "vit",
-        "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 2},
+        "train": {"length": None, "prototypes": 8, "local_views": 1, "batch_size": 32},
         "evaluate": {"first": 8},
     },
     "mae": {
         "member": "vit",
-        "train": {"length": None, "batch_size": 2},
+        "train": {"length": None, "batch_size": 32},
         "evaluate": {"first": 8},
         "generate": {"image": "digits"},
     },
     "mpp": {
         "member": "vit",
-        "train": {"length": None, "batch_size": 2},
+        "train": {"length": None, "batch_size": 32},
         "evaluate": {"first": 8},
     },
     "translate": {

@@ -1,6 +1,7 @@
 """Texts are classified by encoders and by causal members, beside simple rules; a model behind a rule is told."""
 
 import random
+import shlex
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from kinformer.lab.data.labelled import open_labelled
 from kinformer.lab.evaluation import character_ngrams
 from kinformer.lab.tasks import classify
 from kinformer.lab.tasks.table import TASKS
+from kinformer.lab.tasks.task import Source
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE
 from kinformer.testing import TASK_CHECKS, verify_task
 from tests.members import CAUSAL
@@ -129,7 +131,7 @@ def test_the_sentence_of_a_task():
     assert task.verdict(ACCURACY, 1.0, {"guessing": 1.0}) is None
     assert task.verdict(ACCURACY, 0.1, {}) is None
     assert task.verdict(ACCURACY, 0.1, {"guessing": 0.2}).startswith(
-        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); give more `minutes` or `steps`"
+        "accuracy 10.0% is not better than guessing a value of the row (accuracy 20.0%); keys are found only "
     )
     text = TASKS["next-token"]
     assert text.verdict(BITS_PER_BYTE, 2.0, {"ngram_bits_per_byte": 2.1}) is None
@@ -147,6 +149,7 @@ def test_the_sentence_of_a_task():
         ("bert --task mlm --length 32", "the frequency of tokens ("),
         ("gpt --task image", "counting at every place ("),
         ("vanilla --task super-resolution --data digits", "counting by the small image ("),
+        ("vanilla --length 32", "a 5-gram model of the translations, without their sources ("),
     ],
 )
 def test_a_task_announces_its_rule(cli, text_file, tmp_path, arguments, rule):
@@ -161,4 +164,23 @@ def test_a_text_run_is_told_where_counting_is_ahead(cli, text_file, tmp_path):
     options = ("--recipe", "tiny", "--steps", "1", "--length", "16", "--batch-size", "2", "--threads", "1")
     code, told, err = cli("train", "gpt", "--data", text_file, *options, "--out", tmp_path / "run")
     assert code == 0 and "to beat in validation: a 5-gram model (" in err
-    assert "is not better than a 5-gram model (" in told.splitlines()[-1]
+    last = told.splitlines()[-1]
+    assert "is not better than a 5-gram model (" in last
+    commands = last.partition("Next: ")[2].split(" or ")
+    assert [command.split()[:2] for command in commands] == [["kinformer", "evaluate"], ["kinformer", "generate"]]
+    for command in commands:
+        assert cli(*shlex.split(command)[1:], "--threads", "1")[0] == 0
+
+
+def test_the_command_for_a_trained_run_is_one_that_its_task_has():
+    for task in TASKS.values():
+        assert not task.use.startswith(("generate", "chat")) or task.generation.refusal is None
+        assert not task.use.startswith("predict") or task.prediction.refusal is None
+
+
+def test_a_table_that_is_read_as_running_text_is_told(tmp_path, caplog):
+    table = tmp_path / "films.csv"
+    table.write_text("label,text\n" + "good,a fine film\n" * 40)
+    with caplog.at_level("INFO", "kinformer"):
+        TASKS["next-token"].open(Source(str(table), None, None), None)
+    assert "films.csv is read as running text; its columns are for task classify." in caplog.text

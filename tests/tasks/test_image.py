@@ -280,8 +280,13 @@ def test_tables_that_a_head_cannot_share_are_one_sentence(cli, tmp_path):
     assert code == 2 and "give the head a separate matrix" in err
 
 
-@pytest.mark.parametrize("member", [name for name in CAUSAL if name != "complex-order"])
-@pytest.mark.parametrize("shape", [(8, 8, 1), (4, 6, 3)])
+@pytest.mark.parametrize(
+    ("member", "shape"),
+    [
+        *((name, (4, 6, 3)) for name in CAUSAL if name != "complex-order"),
+        *((name, (8, 8, 1)) for name in ("gpt", "image-transformer", "sparse-transformer")),
+    ],
+)
 def test_every_causal_member_can_be_fitted(member, shape):
     pixels = np.zeros((4, *shape), np.uint8)
     data = ImageData("none", "", "", {name: Images(pixels, None, (), name) for name in ("train", "validation")}, ())

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -14,11 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import kinformer
 from kinformer.lab.data import IGNORED, BosEos, ByteTokenizer
-from kinformer.lab.data.pairs import Pairs
+from kinformer.lab.data.pairs import Languages, Pairs, Parallel
 from kinformer.lab.runs.inference import generate
 from kinformer.lab.runs.options import GenerateOptions
 from kinformer.lab.tasks.evaluation import arriving
-from kinformer.lab.tasks.translate import EncodedPairs, TranslationLoss, lines_of, scores
+from kinformer.lab.tasks.translate import EncodedPairs, TranslationLoss, TranslationPairs, lines_of, scores
+from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError
 
 TINY = {
@@ -257,3 +259,16 @@ def test_tables_to_translate_name_the_side_that_is_read(run, tmp_path):
         (tmp_path / name).write_text(text)
         rows = kinformer.predict(run.folder, tmp_path / name, beam=1, device="cpu")
         assert [(row["text"], row["label"]) for row in rows] == [("red", "rot"), ("blue", "blau")]
+
+
+def test_the_rule_to_beat_counts_the_translations_alone():
+    """Equal translations cost next to nothing without their sources, and random letters what letters cost."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefgh", k=20)).encode() for _ in range(400)]
+    settings = Settings(length=64, batch_size=4, validation_tokens=4000)
+    for targets, least, most in (([b"always the same text"] * 400, 0.0, 0.2), (words[::-1], 3.0, 4.5)):
+        pairs = Pairs(words, targets)
+        data = Parallel("", "1", "none", Languages(), ByteTokenizer(),
+                        {"train": pairs.taken(range(200)), "validation": pairs.taken(range(200, 400))})  # fmt: skip
+        rows = TranslationPairs(data, settings, BosEos(256, 257), smoothing=0.0)
+        assert least <= rows.baselines()["targets_counted"] <= most

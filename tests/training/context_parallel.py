@@ -71,7 +71,7 @@ LAWS = (
 WIDE = {"batch_size": 8}
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
-    "rope": {"model": {"member": "rope", "stack.checkpoint": True}, "accumulate": 2},
+    "rope": {"model": {"member": "rope", "layers": 1, "stack.checkpoint": True}, "accumulate": 2},
     "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", **WIDE},
     "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **WIDE},
     "pairs": {"model": {"member": "vanilla", "layers": 1, "encoder.layers": 1}, "objective": "translation", **WIDE},

@@ -32,6 +32,7 @@ from kinformer.lab.training.checkpoint import Best, Checkpoint, Checkpoints, bes
 from kinformer.lab.training.distributed import Group, shutdown
 from kinformer.lab.training.logging import Metric
 from kinformer.lab.training.shards import part_of
+from kinformer.runtime.compiling import local_part
 from kinformer.runtime.errors import KinformerError
 from tests.training.kills import live, watched
 from tests.training.tiny import CPU, rewound, train, trainer
@@ -72,7 +73,7 @@ def begun_by_two(place: Path, text: str) -> Callable[[Group], object]:
             group.on_first(lambda name=name: rewound(place / name, place / f"{name} again"))
             other = {"async_saves": not options.get("async_saves", False)}  # how it saves changes nothing
             train(corpus, place / f"{name} again", group, **OPTIONS | options | other)
-        told = _full(place, corpus, group)
+        told = _full(place, corpus, group) | {"not finite": _not_finite(place, corpus, group)}
         group.on_first(lambda: (place / "told.json").write_text(json.dumps(told)))
 
     return work
@@ -109,6 +110,24 @@ def _full(place: Path, corpus: Any, group: Group) -> dict[str, Any]:
     heard = group.on_all(lambda: told)
     names = sorted(path.name for path in (place / "full" / "checkpoints").iterdir())
     return {"full": heard, "after": names}
+
+
+def _not_finite(place: Path, corpus: Any, group: Group) -> list[str]:
+    """What each process is told when a weight in the shard of the second one is NaN after the second update."""
+    (place / "not finite").mkdir(exist_ok=True)
+    run, told = trainer(corpus, place / "not finite", group, **OPTIONS | {"checkpoint_every": 1}), ""
+
+    def poison(step: int) -> None:
+        if step == 1 and group.rank == 1:
+            shards = [local_part(parameter.detach()) for parameter in run.model.parameters()]
+            next(shard for shard in shards if shard.numel()).view(-1)[0] = torch.nan
+
+    run.moving.update = poison  # type: ignore[method-assign]
+    try:
+        run.run()
+    except KinformerError as error:
+        told = str(error)
+    return group.on_all(lambda: told)
 
 
 def kill_the_second(place: Path, number: int) -> dict[str, Any]:

@@ -29,12 +29,13 @@ HYBRID = {
     "member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"},
     "layers.1.feed_forward": {"kind": "channel_mix"},
 }  # fmt: skip
+PAIRS = {"member": "vanilla", "layers": 1, "encoder.layers": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"member": "gpt", "layers": 1}},
     "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
     "hybrid": {"model": HYBRID, "segments": True},
     "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language"},
-    "pairs": {"model": {"member": "vanilla"}, "objective": "translation", "batch_size": 8},
+    "pairs": {"model": PAIRS, "objective": "translation", "batch_size": 8},
     "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True},
 }
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""

@@ -17,7 +17,7 @@ from kinformer.lab.data import Corpus
 from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.distributed import launch
 from kinformer.runtime.errors import KinformerError
-from tests.training import two_processes
+from tests.training import launched
 from tests.training.tiny import curve, gap, rewound, train, weights
 from tests.training.two_processes import AGAIN, FRESH, OPTIONS
 
@@ -37,7 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, text: Path) -
     }
     for name in AGAIN:
         rewound(place / f"one {name}", place / f"one to {name}")
-    return place, alone | launch(two_processes.work, (str(place), str(text)), 2)
+    command = [sys.executable, "-m", "tests.training.two_processes", str(place), str(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1]) == [0, 0], done.stderr[-4000:]
+    told = {name: [result.steps, result.best_step] for name, result in alone.items()}
+    return place, told | json.loads((place / "told.json").read_text())
 
 
 @pytest.mark.parametrize("name", FRESH)
@@ -45,7 +49,7 @@ def test_two_processes_train_as_one(runs: tuple[Path, dict[str, Any]], name: str
     place, told = runs
     tolerance = ROUNDING.get(name, 1e-6)
     assert curve(place / name) == pytest.approx(curve(place / f"one {name}"), rel=tolerance)
-    assert told[name].steps == FRESH[name][1].get("steps", 4) and told[name].best_step == told[f"one {name}"].best_step
+    assert told[name] == told[f"one {name}"] and told[name][0] == FRESH[name][1].get("steps", 4)
     assert weights(place / name).keys() == weights(place / f"one {name}").keys()
     validated = [_validations(folder) for folder in (place / name, place / f"one {name}")]
     assert len(validated[0]) == 2 and validated[0] == pytest.approx(validated[1], rel=tolerance)
@@ -126,21 +130,13 @@ def test_ctrl_c_with_two_processes_then_torchruns_line(
 
 def test_a_mistake_in_other_processes_is_one_sentence() -> None:
     with pytest.raises(KinformerError, match="^it is a mistake; mend it.$"):
-        launch(_mistake, (), 1)
-
-
-def _mistake() -> None:
-    raise KinformerError("it is a mistake; mend it.")
+        launch(launched.mistake, (), 1)
 
 
 def test_a_killed_process_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     """PyTorch's own words are kept for who asks with --verbose."""
     with pytest.raises(KinformerError) as raised:
-        launch(_killed, (), 1)
+        launch(launched.killed, (), 1)
     assert re.fullmatch("process 0 of 1 was killed by SIGKILL .* with resume.", str(raised.value))
     assert any("exitcode: -9" in note for note in raised.value.__notes__)
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def _killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,8 @@ from torch import nn
 
 from kinformer.core.contract import CausalMixer, Chunk, ReadsSource
 from kinformer.family.build import build
-from kinformer.lab.training.tensor_parallel import Cut, divide
+from kinformer.lab.training.layouts import Cut
+from kinformer.lab.training.tensor_parallel import divide
 from kinformer.runtime.errors import KinformerError
 from tests.members import MEMBERS, TINY
 

@@ -19,6 +19,7 @@ from kinformer.lab.training.checkpoint import Checkpoints
 from kinformer.lab.training.distributed import SIGNALS, Interrupt, launch
 from kinformer.runtime.progress import Tolerant, tolerant
 from tests.process_state import process_state
+from tests.training.launched import hang_up
 from tests.training.tiny import trainer
 
 COMMAND = [sys.executable, "-m", "kinformer", "train", "gpt", "--recipe", "tiny", "--length", "16", "--batch-size", "4"]
@@ -90,14 +91,8 @@ def test_nohup_also_keeps_a_run_of_several_processes() -> None:
     """PyTorch's launcher handles SIGHUP unless told otherwise, and changes the process that calls it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     before = process_state()
-    assert launch(_hang_up, (), 1) == signal.SIG_IGN
+    assert launch(hang_up, (), 1) == signal.SIG_IGN
     assert process_state() == before
-
-
-def _hang_up() -> object:
-    for process in (os.getppid(), os.getpid()):
-        os.kill(process, signal.SIGHUP)
-    return signal.getsignal(signal.SIGHUP)
 
 
 def test_a_stream_without_a_reader_goes_nowhere() -> None:

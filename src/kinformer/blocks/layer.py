@@ -20,13 +20,7 @@ from kinformer.core.contract import (
     StateOptions,
     initial_states,
 )
-from kinformer.core.encoder import (
-    ChecksInput,
-    EncoderLayerConfig,
-    EncoderMixer,
-    EncoderMixerConfig,
-    SequenceContext,
-)
+from kinformer.core.encoder import ChecksInput, EncoderLayerConfig, EncoderMixer, EncoderMixerConfig, SequenceContext
 from kinformer.core.parts import FeedForwardConfig, ReadsPadding
 from kinformer.core.stack import Branch
 from kinformer.core.state import State

@@ -114,7 +114,7 @@ class ReservedSlots(ReservedState):
 
     def views(self, start: int, stop: int, time: int = 1) -> list[Tensor]:
         """Return the slots ``start .. stop`` and the ``time`` behind them of each buffer."""
-        return [buffer[:, :, start : stop + time] for buffer in self._state[:-1]]
+        return [buffer.narrow(2, start, stop + time - start) for buffer in self._state[:-1]]
 
     def open(self, views: Sequence[Tensor], seen: Tensor) -> Self:
         """Return the past as :meth:`views`, with the slots for the chunk at their end; this state is not consumed.

@@ -15,14 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kinformer.core.config import Config
-from kinformer.core.contract import (
-    CausalMixer,
-    Divisible,
-    FirstValues,
-    ReadsSource,
-    require_input,
-    select_valid,
-)
+from kinformer.core.contract import CausalMixer, Divisible, FirstValues, ReadsSource, require_input, select_valid
 from kinformer.core.crossing import Crossing, Row
 from kinformer.core.state import State
 from kinformer.runtime.compiling import checks_calls
@@ -136,7 +129,10 @@ class EncoderLayerConfig(Config):
 def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
     """Return the grid of the patches x [batch, rows * columns, dim], for a mixer ``kind`` that reads images only."""
     if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
-        raise KinformerError(f"the mixer {kind} {NEEDS_PATCHES}")
+        raise KinformerError(
+            f"the mixer {kind} is for the patches of images and nothing else; give grid=(rows, columns), the grid of "
+            f"these {x.shape[1]} patches."
+        )
     return text.grid
 
 

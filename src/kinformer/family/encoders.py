@@ -31,7 +31,6 @@ BERT = Member(
     paper="Devlin et al. 2018, BERT: Pre-training of Deep Bidirectional Transformers (arXiv 1810.04805)",
     axes=(),
     causal=False,
-    growth="none",
     departures=(
         "no next-sentence prediction (as RoBERTa)",
         "masks are drawn again at every step (as RoBERTa)",
@@ -73,7 +72,6 @@ BIG_BIRD = Member(
     paper="Zaheer et al. 2020, Big Bird: Transformers for Longer Sequences (arXiv 2007.14062)",
     axes=("pattern",),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "a block that the authors' tables name twice, or that all see anyway, counts once, and not as often as named",
@@ -126,7 +124,6 @@ BLOCKBERT = Member(
     paper="Qiu et al. 2020, Blockwise Self-Attention for Long Document Understanding (arXiv 1911.02972)",
     axes=("pattern",),
     causal=False,
-    growth="none",
     departures=(
         "each text is cut into blocks separately, of ceil(length / blocks) tokens, without its padding",
         "a token whose block is beyond the end of a text sees nothing in that head",
@@ -171,7 +168,6 @@ ETC = Member(
     paper="Ainslie et al. 2020, ETC: Encoding Long and Structured Inputs in Transformers (arXiv 2004.08483)",
     axes=("pattern", "position", "projection"),
     causal=False,
-    growth="none",
     departures=(
         "any length, no padding to blocks; the window is exact",
         "a sentence is a run of tokens of one length unless the caller gives them by model(tokens, sentences=...)",
@@ -216,7 +212,6 @@ LONGFORMER = Member(
     paper="Beltagy et al. 2020, Longformer: The Long-Document Transformer (arXiv 2004.05150)",
     axes=("pattern", "projection"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "any length, no padding to a multiple of the window",
@@ -267,7 +262,6 @@ LINFORMER = Member(
     paper="Wang et al. 2020, Linformer: Self-Attention with Linear Complexity (arXiv 2006.04768)",
     axes=("rank",),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "padding weighs nothing (the authors' code accepts a padding mask and ignores it)",
@@ -312,7 +306,6 @@ SINKHORN = Member(
     paper="Tay et al. 2020, Sparse Sinkhorn Attention (arXiv 2002.11296)",
     axes=("pattern",),
     causal=False,
-    growth="none",
     cost="between",
     departures=(
         "decoders (recipes causal, mixer causal_sinkhorn): the ranking of the earlier blocks for a block does not use "
@@ -361,7 +354,6 @@ STAR = Member(
     paper="Guo et al. 2019, Star-Transformer (arXiv 1902.09113)",
     axes=("pattern", "recurrence"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "the relay begins as the mean of the real tokens, and the ring closes over them: in the authors' code both see "

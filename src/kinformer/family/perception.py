@@ -53,7 +53,6 @@ VIT = Member(
     paper="Dosovitskiy et al. 2020, An Image is Worth 16x16 Words (arXiv 2010.11929)",
     axes=("domain",),
     causal=False,
-    growth="none",
     departures=(
         "gelu is exact, as in the PyTorch ports; the authors' is the tanh approximation",
         "no hidden layer in the head, as in fine-tuning",
@@ -117,7 +116,6 @@ DEIT = Member(
     paper="Touvron et al. 2020, Training data-efficient image transformers (arXiv 2012.12877)",
     axes=("domain",),
     causal=False,
-    growth="none",
     departures=(
         "the divergence of soft distillation is a mean over images, as in the paper; the authors' code divides by the "
         "number of classes too",
@@ -197,7 +195,6 @@ SWIN = Member(
     paper="Liu et al. 2021, Swin Transformer: Hierarchical Vision Transformer using Shifted Windows (arXiv 2103.14030)",
     axes=("domain", "pattern", "position"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "images of any size: a grid is padded with zeros to a multiple of the window (theirs refuses it)",
@@ -259,7 +256,6 @@ CONVFORMER = Member(
     paper="Yu et al. 2022, MetaFormer Baselines for Vision (arXiv 2210.13452)",
     axes=("domain",),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         "one width and one grid of patches at all depths (theirs: four stages)",
@@ -313,7 +309,6 @@ HIPT = Member(
     paper="Chen et al. 2022, Scaling Vision Transformers to Gigapixel Images (arXiv 2206.02647)",
     axes=("domain", "depth"),
     causal=False,
-    growth="none",
     cost="between",
     departures=(
         "positions are learnt for whole tiles and regions and interpolated for views (theirs: for views of 14 x 14, "
@@ -370,7 +365,6 @@ SPEECH_SOFTMAX = Member(
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     axes=("domain",),
     causal=False,
-    growth="none",
     departures=(_SUB_SAMPLED, _PRE_NORM, _SYMBOLS, _HALVED),
     exact_limit="is exact attention",
     use_when="recordings are short and errors count",
@@ -396,7 +390,6 @@ SPEECH_LINEAR = Member(
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     axes=("kernel", "domain"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(_SUB_SAMPLED, _PRE_NORM, _SYMBOLS, _HALVED),
     exact_limit="none finite (elu + 1 is not the exponential)",
@@ -426,7 +419,6 @@ SPEECH_LSH = Member(
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     axes=("pattern", "projection", "domain"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         _SUB_SAMPLED,
@@ -459,7 +451,6 @@ SPEECH_LSTM = Member(
     paper="Katharopoulos et al. 2020, Transformers are RNNs (arXiv 2006.16236), section 4.3",
     axes=("recurrence", "domain"),
     causal=False,
-    growth="none",
     cost="linear",
     departures=(
         _SUB_SAMPLED,

@@ -48,10 +48,11 @@ class Member:
 
     ``year`` is the first year in ``paper`` unless given. ``axes`` are the changed parts of the Transformer: projection,
     position, pattern, score, memory, rank, kernel, depth, recurrence, domain. ``growth`` is the growth of the state
-    with the number of absorbed tokens. ``departures`` are the differences from the paper. ``exact_limit`` is the case
-    in which the member equals exact attention. ``parity`` lists other implementations with the same outputs for the
-    same weights, and the test of each. ``results`` are files of ``benchmarks/results`` that measured the member but do
-    not contain its name. ``use_when`` and ``avoid_when`` are clauses, founded on costs and measurements.
+    with the number of absorbed tokens: "none" where ``causal`` is False. ``departures`` are the differences from the
+    paper. ``exact_limit`` is the case in which the member equals exact attention. ``parity`` lists other
+    implementations with the same outputs for the same weights, and the test of each. ``results`` are files of
+    ``benchmarks/results`` that measured the member but do not contain its name. ``use_when`` and ``avoid_when`` are
+    clauses, founded on costs and measurements.
 
     ``recipes``: name -> :class:`~kinformer.family.record.Recipe`, or any function of a vocabulary size (None: the
     recipe's own) that returns a model config. ``layer``: the number of the layer that shows the mechanism in the recipe
@@ -90,6 +91,8 @@ class Member:
         if not self.year and not years:
             raise KinformerError(f"the paper of the member {self.name!r} does not have a year; give year.")
         object.__setattr__(self, "year", self.year or int(years[0]))
+        if not self.causal:
+            object.__setattr__(self, "growth", "none")
 
     @property
     def usual_task(self) -> str:

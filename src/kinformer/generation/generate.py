@@ -93,7 +93,7 @@ def generate(
         raise KinformerError(f"valid is of the type {has} but must be a tensor [batch, time] of torch.bool.")
     with evaluating(model):
         batch, options = tokens.shape[0], {"stop": stop or (), "room": max_new_tokens, **sampling}
-        ready: Any = inference_copy(cast(nn.Module, model), batch, max_new_tokens, weights)
+        ready: Any = inference_copy(cast(nn.Module, model), max_new_tokens, weights)
         session = session_of(ready, batch, draft, draft_length, options)
         longest = tokens.shape[1] if valid is None else int(valid.sum(dim=1).max())
         session.require(max_new_tokens, [longest] * session.batch)

@@ -11,16 +11,13 @@ Weights in 16 and 8 bits take less memory, and products of few rows read fewer b
 The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
 (:class:`UnpackedLinear`) keep the model's dtype.
 
-How a product with 8-bit weights is computed depends on the processor:
+Products of few rows run in C (:mod:`kinformer.generation.native`): weights are widened as they are read, inputs are
+not rounded, and sums are float32. Products of more rows, as of a prompt, are PyTorch's; those of 8-bit weights take
+bfloat16 where the processor multiplies it. Without a C compiler PyTorch's product of 8-bit weights takes and gives
+bfloat16.
 
-* On x86 without AVX-512 and VNNI, FBGEMM multiplies matrices of many columns with integers. A row x of the input
-  becomes two rows of 7 bits, x ~ t (h + l / 126), so that 13 bits of x count. The sums are exact, so the number of rows
-  changes nothing.
-* Otherwise PyTorch's product takes and gives bfloat16, and sums in float32.
-
-bf16 converts the model, inputs and states included. On x86 without AVX-512 and VNNI bfloat16 is emulated. There only
-the weights have 16 bits; inputs, sums and states are float32. FBGEMM reads the weights in float16, which holds every
-bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at most 3e-8.
+bf16 converts the model, inputs and states included. On x86 without AVX-512 and bfloat16 its products are emulated.
+There only the weights have 16 bits if the products run in C; inputs, sums and states are float32.
 
 ``benchmarks/llama_cpp.py`` compares them with llama.cpp.
 """
@@ -28,66 +25,42 @@ bfloat16 number between 6e-5 and 65504, and smaller ones with an error of at mos
 from __future__ import annotations
 
 import copy
-import sys
-import warnings
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from functools import partial
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kinformer.core.parts import UnpackedLinear, is_plain
+from kinformer.generation import native
+from kinformer.generation.native import is_native
 from kinformer.generation.recording import PackagedStep, Unchanged, recordings_of
 from kinformer.generation.session import LONG
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.process import emulates_bfloat16, multiplies_int8, processor, processor_class
+from kinformer.runtime.process import emulates_bfloat16, product_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 
 FEW = 16
-"""Rows up to which PyTorch's product of 8-bit weights is used on a CPU; for more, every product makes a wide matrix."""
+"""Rows up to which a product reads narrow or packed weights on a CPU; for more, it makes a wide matrix first."""
 MULTIPLE = 32
-"""The numbers of columns that this product takes are multiples of this number."""
-WIDE = 512
-"""Columns from which on FBGEMM multiplies 8-bit weights where it is used; a row of fewer columns takes longer to split
-than the product gains (:func:`uses_fbgemm`)."""
-
-
-@cache
-def uses_fbgemm() -> bool:
-    """Return whether FBGEMM computes the products: on x86 with AVX2, without AVX-512 and VNNI.
-
-    Measured on an AMD EPYC (family 25, Zen 3), one thread, torch 2.13, microseconds a product of 1 and of 8 rows:
-
-        768 x 2304    float32 760, 2271    bfloat16 530, 3416    float16 428, 836    8 bits 264, 546
-        256 x 768     float32 138, 260     bfloat16  88, 430     float16  92, 138    8 bits  98, 109
-
-    PyTorch's product of 8-bit weights takes 534 and 1301, and 40 and 124.
-    """
-    flags = processor() or ""
-    measured = emulates_bfloat16() and "avx2" in flags and "avx512" not in flags and not multiplies_int8("cpu")
-    operators = hasattr(torch.ops.quantized, _PRODUCT) and hasattr(torch, "_make_per_channel_quantized_tensor")
-    return measured and operators and "fbgemm" in torch.backends.quantized.supported_engines
-
-
-_PRODUCT = "linear_with_input_q_dq_qweight_dq_output_fp32"
+"""The numbers of columns that PyTorch's product of 8-bit weights takes are multiples of this number."""
 
 
 class NarrowWeight(Tensor):
     """A matrix [rows, columns] of few bits in place of a weight of ``dtype``; it does not change and has no gradient.
 
     A linear product and an embedding read the narrow numbers. Every other operation reads the whole matrix in
-    ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for
-    FBGEMM. A weight of products alone stores one of both, a table of vectors ``matrix``, and ``packed`` once a product
-    needs it.
+    ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for the
+    operator in C. A weight of products alone stores one of both, a table of vectors ``matrix``, and ``packed`` once a
+    product needs it.
     """
 
     matrix: Tensor | None
     scales: Tensor | None
-    packed: torch.ScriptObject | None
-    by_fbgemm: bool
+    packed: Tensor | None
     _dtype: torch.dtype
 
     @classmethod
@@ -108,11 +81,8 @@ class NarrowWeight(Tensor):
     def _of(cls, matrix: Tensor, scales: Tensor | None, dtype: torch.dtype, table: bool) -> NarrowWeight:
         made: NarrowWeight = Tensor._make_subclass(cls, matrix.new_empty(1).expand(matrix.shape))
         made.matrix, made.scales, made.packed, made._dtype = matrix, scales, None, dtype
-        on_cpu = matrix.device.type == "cpu"
-        made.by_fbgemm = on_cpu and uses_fbgemm() and (scales is None or matrix.shape[1] >= WIDE)
-        if made.by_fbgemm and not table:
-            made._pack()
-            made.matrix = None
+        if not table and matrix.device.type == "cpu" and is_native():
+            made.matrix, made.packed = None, native.pack(matrix)
         return made
 
     @property
@@ -141,57 +111,31 @@ class NarrowWeight(Tensor):
     def _numbers(self) -> Tensor:
         if self.matrix is not None:
             return self.matrix
-        if self.scales is None:
-            return torch.ops.quantized.linear_unpack_fp16(self.packed)[0].half()
-        return torch.ops.quantized.linear_unpack(self.packed)[0].int_repr()
+        assert self.packed is not None
+        return native.unpack(self.packed, *self.shape)
 
     def _wide(self, numbers: Tensor, scales: Tensor | None) -> Tensor:
         wide = numbers.float()
         return (wide if scales is None else wide * scales.float()[..., None]).to(self._dtype)
 
-    def _pack(self) -> torch.ScriptObject:
-        if self.packed is None:
-            assert self.matrix is not None
-            if self.scales is None:
-                self.packed = torch.ops.quantized.linear_prepack_fp16(self.matrix.float(), None)
-            else:
-                zeros = torch.zeros(len(self.scales), dtype=torch.int64)
-                with warnings.catch_warnings():  # PyTorch warns that it may remove tensors of quantised numbers
-                    warnings.simplefilter("ignore", UserWarning)
-                    numbers = torch._make_per_channel_quantized_tensor(self.matrix, self.scales.double(), zeros, 0)
-                    self.packed = torch.ops.quantized.linear_prepack(numbers, None)
-        return self.packed
-
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias [..., rows] of x [..., columns], in the dtype of x."""
-        few = x.reshape(-1, x.shape[-1])
-        if self.by_fbgemm:
-            y = self._by_fbgemm(few.float())
-        elif self.scales is None:
-            y = functional.linear(few, self.widened())
-        else:
-            y = self._by_bfloat16(few)
-        y = y.view(*x.shape[:-1], len(self)).to(x.dtype)
+        if is_few(x) and is_native():
+            if self.packed is None:
+                self.packed = native.pack(self._numbers())
+            return _product(x, self.packed, len(self), self.scales, bias)
+        if self.scales is None:
+            return functional.linear(x, self.widened().to(x.dtype), bias)
+        y = self._by_bfloat16(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(self)).to(x.dtype)
         return y if bias is None else y + bias
 
-    def _by_fbgemm(self, x: Tensor) -> Tensor:
-        if self.scales is None:
-            return torch.ops.quantized.linear_dynamic_fp16(x, self._pack())
-        scale = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).mul(1 / _MOST).clamp_min(_LEAST)
-        x = x / scale
-        # The product itself rounds to whole numbers, half to even like ``round``.
-        both = torch.cat([x, (x - x.round()) * (2 * _MOST)])
-        y = getattr(torch.ops.quantized, _PRODUCT)(both, 1.0, _MOST + 1, self._pack())
-        high, low = y.chunk(2)
-        return torch.add(high, low, alpha=0.5 / _MOST) * scale
-
     def _by_bfloat16(self, x: Tensor) -> Tensor:
-        assert self.matrix is not None and self.scales is not None
-        narrow = x.bfloat16()
+        assert self.scales is not None
+        narrow, numbers = x.bfloat16(), self._numbers()
         if len(x) <= FEW and x.shape[1] % MULTIPLE == 0 and x.device.type == "cpu":
-            return torch._weight_int8pack_mm(narrow, self.matrix, self.scales)
-        # The same roundings, so that a text may be cut into any chunks.
-        return (narrow.to(x.dtype) @ self.widened().to(x.dtype).mT).bfloat16()
+            return torch._weight_int8pack_mm(narrow, numbers.contiguous(), self.scales)
+        dtype = product_dtype(narrow)  # bfloat16 holds 8-bit numbers exactly
+        return functional.linear(narrow.to(dtype), numbers.to(dtype)).to(x.dtype) * self.scales.to(x.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of ``ids`` [...] int64, [..., columns] in ``dtype``."""
@@ -219,10 +163,6 @@ class NarrowWeight(Tensor):
             return func(*map(_wide, args), **{name: _wide(item) for name, item in kwargs.items()})
 
 
-_MOST = 63
-"""The largest number of 7 bits. With 8 bits, FBGEMM's sums of two products would exceed 16 bits."""
-_LEAST = 1e-30
-
 _NAMES = "shape device ndim layout requires_grad is_leaf is_meta is_sparse is_nested is_cpu is_cuda grad_fn _version"
 _FACTS: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _NAMES.split()),
@@ -240,15 +180,16 @@ def _wide(argument: Any) -> Any:
 def as_weights(model: Model, weights: str) -> Model:
     """Return ``model`` with its weights in the type ``weights``: "fp32" (they stay), "bf16" or "int8".
 
-    The model itself changes. With 8-bit weights, and with 16-bit weights by FBGEMM, it is for inference only, on its
-    device and in its dtype; anything else is refused. On a GPU 8-bit weights save memory but no time.
+    The model itself changes. With 8-bit weights, and with 16-bit weights where bfloat16 is emulated, it is for
+    inference only, on its device and in its dtype; anything else is refused. On a GPU 8-bit weights save memory but no
+    time.
 
     Errors: ``KinformerError`` for another type.
     """
     if weights not in ("fp32", "bf16", "int8"):
         raise KinformerError(f"weights is {weights!r}, but must be one of fp32, bf16 and int8.")
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if weights == "bf16" and not (on_cpu and uses_fbgemm()):
+    if weights == "bf16" and not (on_cpu and emulates_bfloat16() and is_native()):
         return model.to(torch.bfloat16)
     if weights != "fp32":
         _narrow(model, 8 if weights == "int8" else 16)
@@ -302,113 +243,63 @@ def _refuse_moving(module: nn.Module, change: Callable[[Tensor], Tensor], recurs
     return type(module)._apply(module, change, recurse)
 
 
-# Packed weights: laid out once for products of few rows instead of at every product, which makes tokens faster.
-#
-# A product of one token with a matrix reads every weight once, so it takes at least the weights' bytes divided by the
-# memory's bandwidth. PyTorch's default products take far longer if there are many weights, or more rows than one;
-# oneDNN's layout comes closer, but a product takes some ten microseconds to begin. Elsewhere a matrix is read faster
-# column by column. A matrix gets the layout that pays on the processor (:data:`LEAST`).
-#
-# ``benchmarks/accelerators.py`` keeps it: in ``accelerators.json`` generation with bfloat16 weights is 1.4 times as
-# fast packed as not (an Intel Xeon with AMX). Delete it when no row ``packed`` is above 1.1 on any processor of the
-# table.
-
-
-class Least(NamedTuple):
-    """The least number of elements of float32 matrices in oneDNN's layout.
-
-    For one row it is ``cached`` if the model's matrices have less than ``cache`` bytes, otherwise ``streamed``; for
-    several rows it is ``more``. ``where`` names the machine of the measurement. With ``columns``, smaller matrices
-    [rows, columns] with at least as many rows as columns are stored column by column.
-
-    Matrices of bfloat16 are always in oneDNN's layout.
-    """
-
-    cached: int
-    streamed: int
-    more: int
-    cache: int
-    where: str
-    columns: bool = False
-
-
-# Weights in the cache are read fast anyway, so only large matrices are worth oneDNN's slow start.
-_ZEN5 = Least(1 << 20, 1 << 16, 1 << 17, 1 << 24, "AMD EPYC (family 26, Zen 5), 32 MiB of L3, one thread, torch 2.13")
-LEAST = {
-    "AVX-512 and bfloat16": _ZEN5,
-    # For one row, packed products took 1.0 to 2.7 times as long at 256 x 256 to 8192 x 2048; they win at 4 to 16 rows.
-    "AMX": Least(sys.maxsize, sys.maxsize, 1 << 18, 0, "Intel Xeon with AMX, one thread, torch 2.13"),
-    # For one row, oneDNN's layout took 0.9 to 1.7 times as long; columns took 0.45 to 0.95 where rows >= columns.
-    "other": Least(
-        sys.maxsize, sys.maxsize, 1 << 19, 0, "AMD EPYC (family 25, Zen 3), one thread, torch 2.13", columns=True
-    ),
-}
+# Packed weights: laid out once for products of few rows in C.
 
 
 class PackedLinear(nn.Module):
-    """A linear product [..., in] -> [..., out] with weights in oneDNN's layout; for inference on a CPU only.
+    """A linear product [..., in] -> [..., out] with packed weights; for inference on a CPU only.
 
     ``weight`` is empty: modules look up its dtype and its device.
     """
 
-    def __init__(self, linear: nn.Linear, rows: int) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = linear.weight.detach().new_empty(0)
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self.packed = native.pack(linear.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if is_few(x):
+            return _product(x, self.packed, self.out_features, None, self.bias)
+        return functional.linear(x, native.unpack(self.packed, self.out_features, self.in_features), self.bias)
+
+
+def is_few(x: Tensor) -> bool:
+    """Return whether the operator in C multiplies ``x`` [..., columns], where it runs."""
+    return x.numel() <= FEW * x.shape[-1] and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _product(x: Tensor, packed: Tensor, out: int, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    taken = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    scales, bias = (native.NONE if item is None else item for item in (scales, bias))
+    return native.product(taken.contiguous(), packed, out, scales, bias, native.NONE, native.NONE, 0.0, False).to(
+        x.dtype
+    )
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Return whether this machine and build of PyTorch can pack ``model``: on a CPU, in float32 or bfloat16."""
+    """Return whether ``model`` can be packed here: on a CPU, in float32 or bfloat16, with a C compiler."""
     weight = next(model.parameters())
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and is_native()
 
 
-def pack(model: Model, rows: int = 1, least: int | None = None) -> Model:
-    """Return a copy of ``model`` for generating ``rows`` sequences at a time, its linear products packed; or ``model``
-    itself.
+def pack(model: Model) -> Model:
+    """Return a copy of ``model`` for generation, its linear products packed; or ``model`` itself if :func:`can_pack` is
+    False or it has no linear product.
 
     The copy is for inference; it cannot be trained or saved, and it shares all weights with ``model`` that are not
-    packed. If :func:`can_pack` is False, or packing pays for no product, ``model`` is returned. Chunks of any length
-    still work; ``rows`` only decides the layout. ``least`` is the least number of elements of a float32 matrix in
-    oneDNN's layout, None for the number that pays here (:data:`LEAST`).
+    packed. Chunks of any length still work.
     """
-    if not can_pack(model):
-        return model
-    columns = least is None and LEAST[processor_class()].columns
-    least = _least(model, rows) if least is None else least
-    if not any(_pays(module, least) or (columns and _is_tall(module)) for module in model.modules()):
+    if not can_pack(model) or not any(map(_is_product, model.modules())):
         return model
     with torch.no_grad():
         model = _shared_copy(model)
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if _pays(child, least):
-                    setattr(module, name, PackedLinear(child, rows))
-                elif columns and _is_tall(child):
-                    child.weight = nn.Parameter(child.weight.T.contiguous().T, requires_grad=False)
+                if _is_product(child):
+                    setattr(module, name, PackedLinear(child))
     return model
-
-
-def _pays(module: nn.Module, least: int) -> TypeGuard[nn.Linear]:
-    """Return whether ``module`` is a product to be packed; float32 matrices need ``least`` elements or more."""
-    if not _is_product(module):
-        return False
-    return module.weight.dtype != torch.float32 or module.weight.numel() >= least
-
-
-def _is_tall(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether ``module`` is a product with as many rows of weights as columns or more."""
-    return _is_product(module) and module.out_features >= module.in_features
 
 
 def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -417,17 +308,8 @@ def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and "weight" in module._parameters  # narrow weights have a layout already
 
 
-def _least(model: nn.Module, rows: int) -> int:
-    """Return the least number of elements of packed float32 matrices of ``model`` on this machine."""
-    table = LEAST[processor_class()]
-    if rows > 1:
-        return table.more
-    total = sum(module.weight.nbytes for module in model.modules() if _is_product(module))
-    return table.cached if total < table.cache else table.streamed
-
-
-class InferenceCopies(dict[tuple[bool, str | None], tuple[Unchanged, nn.Module]]):
-    """The copies of a model for one row or several and a type of weights. They are not copied or saved with it."""
+class InferenceCopies(dict[str | None, tuple[Unchanged, nn.Module]]):
+    """The copies of a model by the type of their weights. They are not copied or saved with it."""
 
     def __deepcopy__(self, memo: object) -> InferenceCopies:
         return InferenceCopies()
@@ -436,8 +318,8 @@ class InferenceCopies(dict[tuple[bool, str | None], tuple[Unchanged, nn.Module]]
         return InferenceCopies, ()
 
 
-def inference_copy(model: Model, rows: int, steps: int, weights: str | None = None) -> Model:
-    """Return a copy of ``model`` to draw ``steps`` tokens of ``rows`` sequences; on a GPU and for few steps, ``model``
+def inference_copy(model: Model, steps: int, weights: str | None = None) -> Model:
+    """Return a copy of ``model`` to draw ``steps`` tokens; on a GPU and for few steps, ``model``
     itself.
 
     ``weights``: the type of its weights (:func:`as_weights`), None for the model's. The model stores the copies for
@@ -450,15 +332,15 @@ def inference_copy(model: Model, rows: int, steps: int, weights: str | None = No
     for key, (unchanged, copied) in list(copies.items()):  # other threads may change them
         if not unchanged.holds():
             copies.pop(key, None)
-        elif key == (rows > 1, weights):
+        elif key == weights:
             return copied  # type: ignore[return-value]
     # A copy takes the time of some tens of steps.
     if weights is None and (steps < LONG or not Unchanged([model]).holds()):
         return model
     unchanged = Unchanged([model])
-    ready = pack(model if weights is None else as_weights(_shared_copy(model), weights), rows)
+    ready = pack(model if weights is None else as_weights(_shared_copy(model), weights))
     if ready is not model:
-        copies[rows > 1, weights] = unchanged, ready
+        copies[weights] = unchanged, ready
     return ready
 
 

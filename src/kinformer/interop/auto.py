@@ -149,9 +149,13 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         super().save_pretrained(save_directory, *arguments, **options)
         write_code(Path(save_directory), self.use)
 
-    def _shows(self, name: str, requested: bool | None) -> bool:
-        """Return whether a call shows the outputs ``name``: as ``requested``, or else as the config says."""
-        return bool(getattr(self.config, name) if requested is None else requested)
+    def _shows(self, name: str, requested: Any, refusal: str = "") -> bool:
+        """Return whether a call shows the outputs ``name``: as ``requested``, or else as the config says. ``refusal``:
+        the error if it does."""
+        shows = bool(getattr(self.config, name) if requested is None else requested)
+        if shows and refusal:
+            raise KinformerError(f"{name}: {refusal}")
+        return shows
 
     @contextmanager
     def _costs(self) -> Iterator[dict[str, Tensor]]:
@@ -269,9 +273,9 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
             handle.remove()
 
     @contextmanager
-    def _entered(self, shows: bool, valid: Tensor | None) -> Iterator[Callable[[Tensor], Tensor]]:
+    def _entered(self, shows: bool, valid: Tensor | None = None) -> Iterator[Callable[[int], Tensor]]:
         """Let a call within the context keep the first layer's input. The returned function gives this input for the
-        call's tokens, [batch, time, dim]."""
+        call's ``time`` tokens, [batch, time, dim]."""
         entered: list[Tensor] = []
 
         def keep(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -280,8 +284,8 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
             if not entered:
                 entered.append(arguments[0].x if isinstance(arguments[0], Chunk) else arguments[0])
 
-        def restored(tokens: Tensor) -> Tensor:
-            x = entered[0][:, -tokens.shape[1] :]  # behind a global input
+        def restored(time: int) -> Tensor:
+            x = entered[0][:, -time:]  # behind a global input
             return x if valid is None else left_align(valid).restore(x)
 
         stack = self.model.stack
@@ -301,9 +305,7 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
         ``refusal``: the error if the call asks for them."""
         calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
         hooks = ExitStack()
-        if self._shows("output_attentions", options.get("output_attentions")):
-            if refusal:
-                raise KinformerError(f"output_attentions: {refusal}")
+        if self._shows("output_attentions", options.get("output_attentions"), refusal):
             for layer in self.model.stack.layers:
                 mixer = getattr(layer, "mixer", layer)
                 keep = mixer.register_forward_pre_hook(
@@ -315,7 +317,8 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
 
 PAST = "a cache does not hold weights; give whole texts, use_cache=False."
-OF_SOURCE = "a model of a source does not return weights; leave it out."
+OF_SOURCE = "a model of a source returns the last hidden states of its encoder alone; leave it out."
+OF_SOUND = "a model of sound returns logits and attention weights alone; leave it out."
 
 
 def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None, time: int) -> Tensor:
@@ -465,9 +468,9 @@ class StateCache(Cache):  # type: ignore[misc]
 
     get_max_cache_shape = get_max_length
 
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the number of tokens that a mask covers, and their offset."""
-        return self.length + (len(query_length) if isinstance(query_length, Tensor) else query_length), 0
+        return self.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the rows ``beam_idx``, in that order."""
@@ -658,7 +661,7 @@ class KinformerForCausalLM(ContinuingModel):
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs, pop_aux(after)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
         shown: dict[str, Any] = {
-            "hidden_states": None if layers is None else (entered(tokens), *layers),
+            "hidden_states": None if layers is None else (entered(tokens.shape[1]), *layers),
             "attentions": attended(tokens.shape[1]),
         }
         return as_output(ContinuedOutput(loss=loss, logits=logits, **shown, **caches), options)
@@ -722,6 +725,7 @@ class KinformerForSeq2SeqLM(ContinuingModel):
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         if decoder_input_ids is None:
             raise KinformerError("decoder_input_ids: is missing; give what was written so far, or labels.")
+        self._shows("output_hidden_states", options.get("output_hidden_states"), OF_SOURCE)
         before, hidden = cache_in(options), None
         cache = self._cache_to_fill(before, options.get("use_cache"))
         with self._costs() as costs, self._attended(options, refusal=OF_SOURCE):
@@ -806,7 +810,7 @@ class TextEncoder(KinformerModel):
             encoded = self.model.hidden(tokens, valid=valid, **marks, taps=taps)
             logits = self.model.logits(encoded.long_input, valid)
             logits = select_valid(logits, valid) if logits.dim() == 3 else logits
-            states = (entered(tokens), *encoded.tapped[:-1], encoded.long_input) if shows else None
+            states = (entered(tokens.shape[1]), *encoded.tapped[:-1], encoded.long_input) if shows else None
         loss = self._loss_of(logits, labels, tokens.numel(), options, costs)
         weights = attended(tokens.shape[1])
         return as_output(self.output(loss=loss, logits=logits, hidden_states=states, attentions=weights), options)
@@ -875,28 +879,36 @@ class KinformerForImageClassification(KinformerModel):
     main_input_name = "pixel_values"
 
     def forward(
-        self, pixel_values: Tensor | None = None, labels: Tensor | None = None, **options: object
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **options: object,
     ) -> ImageClassifierOutput | tuple[object, ...]:
         """Return the logits [batch, classes] of ``pixel_values`` [batch, channels, height, width], from 0 to 1 or
         uint8; the model normalises them itself. Of several classifiers logits and losses are means. A model of one
-        channel reads the mean of three, since pipelines make every image RGB."""
+        channel reads the mean of three, since pipelines make every image RGB. output_hidden_states: also return the
+        input of the first layer and the output of every layer, the last after the norm, each [batch, patches, dim]."""
         if pixel_values is None:
             raise KinformerError("pixel_values: is missing; give images [batch, channels, height, width].")
         if self.model.config.input.channels == 1 and pixel_values.shape[1] == 3:
             dtype = pixel_values.dtype
             pixel_values = pixel_values.float().mean(1, keepdim=True).to(dtype)
-        with self._costs() as costs, self._attended(options) as attended:
-            logits = self.model(pixel_values)
+        shows = self._shows("output_hidden_states", output_hidden_states)
+        with self._costs() as costs, self._entered(shows) as entered, self._attended(options) as attended:
+            encoded = self.model.hidden(pixel_values, taps=range(len(self.model.stack.order)) if shows else ())
+            logits, patches = self.model.logits(encoded.long_input), self.model.input.length(pixel_values)
+        states = (entered(patches), *encoded.tapped[:-1], encoded.long_input) if shows else None
         heads, loss = logits.unbind(1) if logits.dim() == 3 else (logits,), None
         if labels is not None:
             scale = scaling(options)
             losses = [
                 self.loss_function(labels=labels, pooled_logits=head, config=self.config, **scale) for head in heads
             ]
-            positions = len(pixel_values) * self.model.input.length(pixel_values)
-            loss = self._with_costs(torch.stack(losses).mean(), labels, positions, options, costs)
+            loss = self._with_costs(torch.stack(losses).mean(), labels, len(pixel_values) * patches, options, costs)
         logits = logits.mean(1) if logits.dim() == 3 else logits
-        return as_output(ImageClassifierOutput(loss=loss, logits=logits, attentions=attended(0)), options)
+        shown = {"hidden_states": states, "attentions": attended(0)}
+        return as_output(ImageClassifierOutput(loss=loss, logits=logits, **shown), options)
 
 
 # Models of sound.
@@ -925,6 +937,7 @@ class KinformerForCTC(KinformerModel):
         """
         if input_values is None or input_values.dim() != 2:
             raise KinformerError("input_values: give sound as floats [batch, samples] from -1 to 1.")
+        self._shows("output_hidden_states", options.get("output_hidden_states"), OF_SOUND)
         frames, valid = self._positions(input_values, attention_mask)
         with self._costs() as costs, self._attended(options) as attended:
             outputs = self.model(frames, valid=valid)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kinformer.core.attention_state import KeysValues
 from kinformer.core.config import Config, field_types
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # A cache of transformers with states.
-
-CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
-"""Whether ``crop`` of this version of transformers takes the length that remains, if it is not negative."""
 
 
 class _Recorded(NamedTuple):
@@ -90,8 +87,6 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens: any of exact attention, else tokens of the last chunk."""
-        if CROPS_TO_LENGTH and tokens_to_remove >= 0:
-            tokens_to_remove = min(tokens_to_remove - self.length, 0)
         count, recorded, self._recorded = -tokens_to_remove, self._recorded, None
         if count < 0:
             raise KinformerError(f"crop: {tokens_to_remove} is positive; give minus the number of tokens to take back.")
@@ -148,12 +143,9 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return how many tokens were absorbed, padding included."""
         return self.length
 
-    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
-        """Return the number of keys that the mask of the model's other layers has, and their offset.
-
-        ``queries`` is their number; transformers before 5.4 gives their positions.
-        """
-        return self.length + (len(queries) if isinstance(queries, Tensor) else queries), 0
+    def get_mask_sizes(self, queries: int) -> tuple[int, int]:
+        """Return the number of keys that the mask of the model's other layers has, and their offset."""
+        return self.length + queries, 0
 
     def get_max_length(self) -> int:
         """Return -1, which means without a limit."""
@@ -306,14 +298,7 @@ def read_attention(module: Any, config: PretrainedConfig) -> Attention:
         options = {"dropout": config.attention_dropout, "norms": norms, "window": window, "eps": config.rms_norm_eps}
     head_dim = weights["q"].shape[0] // heads
     kv_heads = weights["k"].shape[0] // head_dim
-    scale = _gpt2_scale(module, config, head_dim) if kind == "gpt2" else module.scaling * head_dim**0.5
-    return Attention(heads, kv_heads, head_dim, weights, biases, scale=scale, **options)
-
-
-def _gpt2_scale(module: Any, config: PretrainedConfig, head_dim: int) -> float:
-    """Return what q is multiplied by beside head_dim ** -0.5; transformers 5.0 holds it in the config only."""
-    scale = 1.0 if config.scale_attn_weights else head_dim**0.5
-    return scale / (module.layer_idx + 1) if config.scale_attn_by_inverse_layer_idx else scale
+    return Attention(heads, kv_heads, head_dim, weights, biases, scale=module.scaling * head_dim**0.5, **options)
 
 
 def _split(rows: Tensor, heads: int, by_head: bool) -> dict[str, Tensor]:
@@ -403,7 +388,7 @@ def share_padding(
         return arguments, options | {RESET: _packed(values, tokens)}
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         cache = _cache(values)
-        for layer in getattr(cache, "layers", ()):  # for them generate() of transformers 5.0 makes a mask of pairs
+        for layer in getattr(cache, "layers", ()):  # for them generate() makes a mask of pairs
             refuse_fixed_size(cache, layer)
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise KinformerError(

@@ -15,14 +15,7 @@ from torch.nn.functional import leaky_relu, pad
 
 from kinformer.core.config import check_unused
 from kinformer.core.contract import in_range, select_valid, state_dtype, unit_vectors
-from kinformer.core.encoder import (
-    EncoderMixer,
-    EncoderMixerConfig,
-    GridOnly,
-    SequenceContext,
-    gridded,
-    within,
-)
+from kinformer.core.encoder import EncoderMixer, EncoderMixerConfig, GridOnly, SequenceContext, gridded, within
 from kinformer.core.parts import (
     PatternConfig,
     Relative,

@@ -275,6 +275,11 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "full_tensor")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, and a tensor that is not sharded as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return the full tensor; where it is sharded, all processes must call this together."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

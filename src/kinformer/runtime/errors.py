@@ -12,10 +12,10 @@ import inspect
 import math
 import os
 import re
-import textwrap
+import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
@@ -361,12 +361,31 @@ def field_docs(cls: type) -> Mapping[str, str]:
     docs: dict[str, str] = {}
     for part in filter(is_dataclass, reversed(cls.__mro__)):
         try:
-            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        except (OSError, TypeError):  # the class was made without a source
+            source = inspect.getsource(sys.modules[part.__module__])
+        except (KeyError, OSError, TypeError):  # the class was made without a source
             continue
-        assert isinstance(definition, ast.ClassDef)
-        for pair in pairwise(definition.body):
+        for pair in pairwise(_classes(source).get(part.__qualname__, ())):
             match pair:
                 case (ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text)))):
                     docs[name] = " ".join(text.split())
     return docs
+
+
+@cache
+def _classes(source: str) -> Mapping[str, Sequence[ast.stmt]]:
+    """Return the statements of the classes in a module's source, by qualified name. ``inspect.getsource`` of a class
+    parses the whole module each time, which took half of the start of a command."""
+    bodies: dict[str, Sequence[ast.stmt]] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                bodies[prefix + child.name] = child.body
+                visit(child, f"{prefix}{child.name}.")
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                visit(child, f"{prefix}{child.name}.<locals>.")
+            elif isinstance(child, ast.stmt):
+                visit(child, prefix)
+
+    visit(ast.parse(source), "")
+    return bodies

@@ -107,6 +107,11 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.realpath(Path(path).expanduser()))
 
 
+def default_cache() -> Path:
+    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
+
+
 def require_file(path: Path) -> None:
     """Raise for a missing file, and for anything but a regular file: a FIFO would block its reader for ever."""
     try:

@@ -327,14 +327,14 @@ def reset(subject: Subject) -> None:
     """Check that after a reset, anywhere in a chunk, everything is as in a new sequence; partitions agree on it."""
     inputs = subject.inputs(subject.batch, subject.time, seed=4)
     inputs = torch.cat([subject.disturb(inputs, 0, 6.0)[:, :8], inputs[:, 8:]], dim=1)
-    mixed, whole, ones = [4, 5, subject.time - 9], [subject.time], [1] * subject.time
+    mixed, singly, whole = [4, 5, subject.time - 9], [4, 1, 1, subject.time - 6], [subject.time]
     # Different positions per row, with a row without resets; then every row at its first token and later.
     unlike = torch.zeros(subject.batch, subject.time, dtype=torch.bool)
     for row in range(1, subject.batch):
         unlike[row, [3 * row, 3 * row + 1, 3 * row + 2, subject.time - 2 * row]] = True
     alike = torch.zeros_like(unlike)
     alike[:, [0, 13]] = True
-    for reset, new, past in ((unlike, (mixed, ones), (mixed, whole)), (alike, (mixed,), (whole,))):
+    for reset, new, past in ((unlike, (singly,), (mixed, whole)), (alike, (mixed,), (whole,))):
         plans = [
             {
                 f"resets, chunks of {_brief(sizes)}, against sequences alone": Plan(inputs, sizes, reset=reset)

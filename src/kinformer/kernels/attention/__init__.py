@@ -22,7 +22,7 @@ from kinformer.core.parts import Position, Relative, Score
 from kinformer.core.pattern import Band, Pattern
 from kinformer.kernels import AttentionImpl, band, block_sparse, names_of
 from kinformer.kernels.attention import reference
-from kinformer.kernels.attention.backends import attend_sdpa, expressed
+from kinformer.kernels.attention.backends import attend_sdpa, attend_short, expressed
 from kinformer.kernels.attention.cached import (
     SETS,
     attend_few,
@@ -46,12 +46,13 @@ from kinformer.kernels.softmax import (
 from kinformer.runtime.autograd import autocast_together, differentiated_again, no_autocast, transformed
 from kinformer.runtime.compiling import has_triton
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.process import ONEDNN_FROM, by_onednn, processor_class
+from kinformer.runtime.process import ONEDNN_FROM, by_onednn, is_command, processor_class
 
 # The choice of an implementation for a call: the features of each implementation, and the meaning of ``impl="auto"``.
 #
 #     reference   all pairs at once, obvious and slow
-#     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys
+#     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys; in a command, short
+#                 causal rows by torch's kernel in float32
 #     sdpa        torch's ``scaled_dot_product_attention``
 #     flex        torch's FlexAttention, compiled on a GPU
 #     triton      our own kernel of a band for a GPU, with everything that scores are made of
@@ -155,7 +156,8 @@ class Thresholds(NamedTuple):
     most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
     ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
     products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
-    ``narrow_set_pairs``. ``where``: measured on what.
+    ``narrow_set_pairs``. Where a command may choose the products, PyTorch's kernel in float32 is the fastest for causal
+    rows of at most ``short_pairs`` pairs in all heads together, or ``short_narrow_pairs``. ``where``: measured on what.
     """
 
     few_heads: int
@@ -166,6 +168,8 @@ class Thresholds(NamedTuple):
     narrow_long: int
     set_pairs: int
     narrow_set_pairs: int
+    short_pairs: int
+    short_narrow_pairs: int
     where: str
 
 
@@ -179,6 +183,8 @@ _EPYC = Thresholds(
     narrow_long=sys.maxsize,
     set_pairs=1 << 19,
     narrow_set_pairs=sys.maxsize,
+    short_pairs=1 << 19,
+    short_narrow_pairs=3 << 17,
     where="AMD EPYC, two cores, torch 2.13",
 )
 _UNKNOWN = _EPYC._replace(where="not measured, as on the EPYC")
@@ -187,7 +193,7 @@ _TILES = (
 )
 TABLE = {
     "AVX-512 and bfloat16": _EPYC,
-    "AMX": _UNKNOWN._replace(narrow_long=0, narrow_set_pairs=0, where=_TILES),
+    "AMX": _UNKNOWN._replace(narrow_long=0, narrow_set_pairs=0, short_narrow_pairs=0, where=_TILES),
     "other": _UNKNOWN,
     "cuda": Thresholds(
         few_heads=sys.maxsize,
@@ -198,6 +204,8 @@ TABLE = {
         narrow_long=0,
         set_pairs=0,
         narrow_set_pairs=0,
+        short_pairs=0,
+        short_narrow_pairs=0,
         where="not measured: torch's kernel wherever it has the mask",
     ),
 }
@@ -236,6 +244,18 @@ def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, 
     return pattern.band is None or expressed(visibility, time, slots) == "masked"
 
 
+def _short(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, width: int | None) -> bool:
+    """Return whether PyTorch's kernel in float32, with its own products, can have the call and is the fastest."""
+    if not is_command() or q.device.type != "cpu" or not by_onednn(q) or torch.compiler.is_compiling():
+        return False
+    time, table = q.shape[2], TABLE[_CPU]
+    plain = _plain(visibility, scoring) and scoring.dropout is None and scoring.sink is None
+    if not plain or q.shape != k.shape or width not in (None, q.shape[3]):
+        return False
+    limit = table.short_pairs if q.element_size() >= 4 else table.short_narrow_pairs
+    return q.shape[:2].numel() * time**2 <= limit and expressed(visibility, time, time) == "causal"
+
+
 def choose_impl(
     q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, lse: bool = False, width: int | None = None
 ) -> AttentionImpl:
@@ -269,6 +289,7 @@ def choose_impl(
         few = q.shape[0] * q.shape[1] < table.few_heads and k.numel() < table.few_keys
     elif q.element_size() < 4:
         few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
+        few = few and not _short(q, k, visibility, scoring, width)
     else:
         few = pairs < table.few_pairs
     if few and not padded:
@@ -493,6 +514,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scoring: S
         return _sets(q, k, v, visibility, scoring)
     if _single(q, visibility, scoring):
         return attend_one_query(q, k, v, visibility, scoring, lse)
+    if not lse and _short(q, k, visibility, scoring, v.shape[3]):
+        return Attended(attend_short(q, k, v, scoring.scale))
     attended = (band if _plain(visibility, scoring) else block_sparse).attend(q, k, v, visibility, scoring)
     return with_sink(attended, scoring.sink)
 

@@ -18,6 +18,7 @@ from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, query_positions, with_sink
 from kinformer.runtime.autograd import Context, check_reverse, first_order, transformed
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.process import few_rows
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -142,7 +143,20 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-_NAME = "PyTorch's attention with a sink logit"
+_NAME = "PyTorch's attention with a sink logit or of short rows"
+
+
+def attend_short(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return the output over the causal pairs of rows without a past, on a CPU, in the dtype of q.
+
+    The kernel multiplies blocks of some rows in float32, each by PyTorch's default product, which starts sooner than
+    oneDNN's (``runtime.process``): also where inputs are narrower, as oneDNN sets up each of their products again. Our
+    tiles could replace this function: delete it when they take less than 1.02 of its time in the rows of gpt in
+    ``small_steps.json`` (``benchmarks/small_steps.py``).
+    """
+    check_reverse(_NAME, q, k, v)
+    out: Tensor = _ByKernel.apply(q.float(), k.float(), v.float(), None, None, True, scale)
+    return out.to(q.dtype)
 
 
 def _attend_with_sink(
@@ -155,12 +169,13 @@ def _attend_with_sink(
     width, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (_widened(x, widest) for x in (q, k, v))
     hidden = None if mask is None else _hidden(q, mask)
-    out: Tensor = _WithSink.apply(q, k, v, sink, hidden, causal, scale)
+    out: Tensor = _ByKernel.apply(q, k, v, sink, hidden, causal, scale)
     return out[..., :width]
 
 
-class _WithSink(torch.autograd.Function):
-    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four.
+class _ByKernel(torch.autograd.Function):
+    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four; without a sink, of short
+    rows in float32.
 
     The kernel's own backward, given the output O beside the sink and L' for its log-sum-exp, recomputes P = e^(S - L')
     and uses dS = P * (dP - delta), delta = rowsum(dO * O). This is also correct beside a key of value 0: that key has
@@ -169,11 +184,23 @@ class _WithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None, causal: bool, scale: float
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
     ) -> Tensor:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        ctx.causal, ctx.scale = causal, scale
+        with few_rows(q.device, sink is None):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        if sink is None:
+            ctx.save_for_backward(q, k, v, sink, mask, out, lse)
+            return out  # type: ignore[no-any-return]
         # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
         lse = lse.to(state_dtype(q.dtype))
         # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
@@ -182,16 +209,16 @@ class _WithSink(torch.autograd.Function):
         share = (lse - total).exp()[..., None].to(out.dtype)
         out = out * share if mask is None else torch.where(share > 0, out * share, 0)
         ctx.save_for_backward(q, k, v, sink, mask, out, total)
-        ctx.causal, ctx.scale = causal, scale
         return out
 
     @staticmethod
     @first_order(_NAME)
     def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, mask, out, total = saved
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-        )
+        with few_rows(q.device, sink is None):
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+            )
         dz = None
         if ctx.needs_input_grad[3]:
             delta = (grad * out).sum(-1, dtype=state_dtype(q.dtype))

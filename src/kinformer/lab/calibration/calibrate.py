@@ -115,7 +115,7 @@ def bound_risk(folder: str | Path, options: CalibrateOptions, quiet: bool = True
     if options.decay_tokens is not None:
         changes["stack.rule.decay_tokens"] = options.decay_tokens
     model = run.model({"stack.rule.thresholds": [], **changes}).to(device)
-    model = model if run.task.generation.prompt == "lines" else pack(model, options.batch_size)
+    model = model if run.task.generation.prompt == "lines" else pack(model)
     started_at = time.perf_counter()
     with spooled(options.data) as data, locked(run.folder):
         samples = run.task.samples(run, model, replace(options, data=data))

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from kinformer.adaptive.rules import AtExit, ExitRule, ThresholdRule
 from kinformer.lab.data import Split
-from kinformer.lab.evaluation.bits import Windows, window_rows
+from kinformer.lab.evaluation.bits import CHUNK, Windows, window_rows
 from kinformer.lab.evaluation.depths import with_rule
 
 _AT_ONCE = 1 << 22
@@ -69,12 +69,12 @@ class Outlook:
             yield np.stack([nats, layers[exit].mean(1)], axis=1)
 
 
-def outlook(model: Any, split: Split, windows: Windows, chunk: int = 2048) -> Outlook:
+def outlook(model: Any, split: Split, windows: Windows) -> Outlook:
     """Return the predictions of every exit for every token of ``split``; the stack has a threshold rule."""
     stack, last = model.stack, []
     recorder = _Recorder(stack.rule)
     with torch.inference_mode(), with_rule(stack, recorder):
-        for tokens, _ in window_rows(split, windows, max(1, chunk // windows.context), model.input.device):
+        for tokens, _ in window_rows(split, windows, max(1, CHUNK // windows.context), model.input.device):
             recorder.targets = tokens[:, 1:].flatten()
             logits, _ = model(tokens[:, :-1])
             last.append(recorder.nats_of(logits.flatten(0, 1)))

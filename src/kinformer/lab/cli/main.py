@@ -8,6 +8,7 @@ reader of the output was closed.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -175,7 +176,7 @@ COMMANDS = {
         "kinformer verify runs/book",
     ),
     "completion": Command(
-        "form:Completion",
+        "completion:Completion",
         "Print a script that completes commands and options in your shell.",
         'eval "$(kinformer completion bash)"',
     ),
@@ -238,13 +239,31 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        with printing_notes(options.quiet), set_up(command.computes, is_command, name != "serve"), reporting(options):
+        _check_members(options)
+        with (
+            printing_notes(options.quiet),
+            set_up(command.computes, is_command, name != "serve"),
+            reporting(options.verbose, getattr(options, "device", None)),
+        ):
             return options.run()
     except KinformerError as error:
         status = _fail(str(error))
         if options.verbose:
             traceback.print_exception(error, file=tolerant(sys.stderr))
         return status
+
+
+def _check_members(options: Any) -> None:
+    """Refuse an unknown member before PyTorch is imported, which takes seconds."""
+    from kinformer.family.table import member
+
+    name = getattr(options, "member", "")  # show and estimate also take the folder of a run
+    if name and "/" not in name and not os.path.isdir(name) and not getattr(options, "resume", False):
+        member(name)
+    for spec in getattr(options, "members", ()):
+        for part in spec.rpartition("=")[2].split(","):
+            if re.fullmatch(r"[\w-]+", name := part.partition(":")[0]):
+                member(name)
 
 
 def _help(words: list[str], is_command: bool) -> int:

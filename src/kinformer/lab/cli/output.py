@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kinformer import __version__
 from kinformer.lab.tasks.evaluation import TextTable
@@ -23,10 +22,6 @@ from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import dump_json
 from kinformer.runtime.progress import LOGGER, tolerant
-
-if TYPE_CHECKING:
-    from kinformer.lab.cli.form import Printing
-
 
 BEGUN: ContextVar[float | None] = ContextVar("begun", default=None)
 """The time at which the command began, by ``time.monotonic()``."""
@@ -84,15 +79,16 @@ def printing_notes(quiet: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def reporting(options: Printing) -> Iterator[None]:
-    """With ``verbose``, print versions and device on standard error, and at the end the command's time and memory."""
-    if not options.verbose:
+def reporting(verbose: bool, device: str | None) -> Iterator[None]:
+    """With ``verbose``, print versions and ``device`` on standard error, at the end the command's time and memory."""
+    if not verbose:
         yield
         return
     started_at, out = time.monotonic(), tolerant(sys.stderr)
-    device = f", device {options.device}" if hasattr(options, "device") else ""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "safetensors"))  # without imports
-    print(f"kinformer {__version__}, Python {platform.python_version()}, {packages}{device}", file=out, flush=True)
+    if device is not None:
+        packages += f", device {device}"
+    print(f"kinformer {__version__}, Python {platform.python_version()}, {packages}", file=out, flush=True)
     yield
     torch = sys.modules.get("torch")
     threads = "" if torch is None else f" with {plural(torch.get_num_threads(), 'thread')}"

@@ -41,8 +41,12 @@ class Train(TrainOptions, CommonOptions):  # type: ignore[misc]  # each base che
         elif first and not result.signal:
             speed = f"{result.seconds:.0f} s, {result.tokens_per_second:,.0f} tokens/s"
             print(f"{summary.folder}: {plural(result.steps, 'step')} in {speed}, {summary.best}")
-            if summary.verdict:
-                print(spelled(f"{summary.verdict}."))
+            last = [spelled(f"{summary.verdict}.")] if summary.verdict else []
+            if not self.quiet:
+                folder, uses = shlex.quote(str(summary.folder)), ["kinformer evaluate {}", summary.use]
+                last.append(f"Next: {' or '.join(use.format(folder) for use in uses if use)}")
+            if last:
+                print(*last)
         return 128 + result.signal if result.signal else 0
 
 

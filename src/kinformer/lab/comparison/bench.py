@@ -96,7 +96,9 @@ def bench(members: Sequence[str], options: BenchOptions) -> Bench:
     for work in options.works:
         for length in options.sizes:
             timings += _timed(models | peers, work, length, options, device, floor)
-    memory = {name: _memory(configs[name], options, device) for name in models if options.memory}
+    sizes = options.sizes, options.batch_size, device
+    stored = {name: storable(configs[name]) for name in models if options.memory}
+    memory = {name: dict(in_fresh_process(peaks_of, config, *sizes)) for name, config in stored.items()}
     timed = (*models, *peers)
     return Bench(
         members=timed, timings=tuple(timings), failed=failed | refused, memory=memory, floor=floor,
@@ -169,10 +171,6 @@ def _share(model: Any, work: str, sizes: tuple[int, int], seconds: float, floor:
         cost = estimate(model.config, length=length, batch=batch)
         return (cost.flops_step if work == "step" else cost.flops_inference) / seconds / floor.flops
     return None
-
-
-def _memory(config: ModelConfig, options: BenchOptions, device: str) -> dict[int, int]:
-    return dict(in_fresh_process(peaks_of, storable(config), options.sizes, options.batch_size, device))
 
 
 def peaks_of(data: Mapping[str, object], lengths: Sequence[int], batch: int, device: str) -> list[tuple[int, int]]:

@@ -334,6 +334,10 @@ def _renamed(data: Any, place: str = "") -> Any:
     return {name: value for name, value in pairs if name is not None}
 
 
+IN_ALL_SEEDS = ("spec", "set", "settings", "lr", "parameters")
+"""The fields that are the same where an entrant was trained again with another seed."""
+
+
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
     """Return one comparison with the entrants of several comparisons on one task and the same data. The second of two
     entrants of one name gets the name of its file; runs of the same entrant with different seeds are joined.
@@ -355,7 +359,7 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
             previous = entrants.get(entrant.name)
             if previous is None:
                 entrants[entrant.name] = entrant
-            elif _alike(previous, entrant):
+            elif all(getattr(previous, name) == getattr(entrant, name) for name in IN_ALL_SEEDS):
                 seeds = {run.seed for run in previous.runs}
                 more = tuple(run for run in entrant.runs if run.seed not in seeds)
                 entrants[entrant.name] = previous.replace(runs=previous.runs + more)
@@ -371,8 +375,3 @@ def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
 def _fingerprint(comparison: Comparison) -> list[object]:
     data = comparison.data if isinstance(comparison.data, dict) else {}
     return [data.get("fingerprint"), data.get("split"), data.get("max_bytes")]
-
-
-def _alike(one: EntrantRecord, other: EntrantRecord) -> bool:
-    """Return whether the models and their training, except for the seed, are the same."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("spec", "set", "settings", "lr", "parameters"))

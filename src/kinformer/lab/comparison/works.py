@@ -87,7 +87,7 @@ def prefill(model: Any, batch: int, length: int) -> Work:
 
 def decode(model: Any, batch: int, length: int) -> Work:
     """Return the work of drawing ``DECODED`` tokens one by one, after a prompt of at least ``length`` tokens."""
-    session = Session(pack(model.eval(), batch), batch, room=64 * DECODED, seed=0, temperature=1.0)
+    session = Session(pack(model.eval()), batch, room=64 * DECODED, seed=0, temperature=1.0)
     session.feed(tokens_for(model, batch, length))
     for _ in range(WARM):
         session.step()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -349,6 +349,8 @@ def random_walks(name: str, count: int, seed: int, holdout: float | None = None)
     return trajectories(arrays, f"{name}-{count}-{seed}", name, holdout)
 
 
+_walks_of = lru_cache(maxsize=1)(random_walks)  # training and evaluation open the same data three times
+
 # Trajectories to learn from, with their environment.
 
 OUTSIDE = 1e-4
@@ -387,7 +389,7 @@ def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_u
     """Return the trajectories that ``spec`` names. ``by_user``: the user gives the environment's name in this call.
     Errors: ``KinformerError`` for trajectories of another environment than ``options`` name."""
     made = spec in MADE
-    result = random_walks(spec, options.trajectories, options.walk_seed, holdout) if made else None
+    result = _walks_of(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)
     env = (import_named(options.env) if by_user else options.env) or (spec if made else None)
     if options.gaussian and result.discrete:

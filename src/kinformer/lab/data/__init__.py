@@ -2,7 +2,7 @@
 
 from kinformer.lab.data.buckets import IGNORED, BosEos, Buckets, Rows
 from kinformer.lab.data.corpus import Corpus, open_corpus
-from kinformer.lab.data.files import default_cache, spool
+from kinformer.lab.data.files import spool
 from kinformer.lab.data.images import ImageData, Images, read_images
 from kinformer.lab.data.labelled import Examples, Labelled, open_labelled
 from kinformer.lab.data.ngram import NgramModel
@@ -13,6 +13,6 @@ from kinformer.lab.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 __all__ = [
     "IGNORED", "Buckets", "ByteTokenizer", "Corpus", "BosEos", "EvaluationStream", "Examples", "FileTokenizer",
     "ImageData", "Images", "Labelled", "NgramModel", "RandomWindows", "Rows", "Sampler", "Segment", "SegmentStreams",
-    "Split", "Tokenizer", "default_cache", "first_bytes", "open_corpus", "open_labelled", "read_images", "spool",
+    "Split", "Tokenizer", "first_bytes", "open_corpus", "open_labelled", "read_images", "spool",
     "train_tokenizer", "train_tokenizer_on",
 ]  # fmt: skip

@@ -24,7 +24,6 @@ from kinformer.lab.data.files import (
     SourceFile,
     check_folder,
     check_plain,
-    default_cache,
     existing_path,
     fingerprint_of,
     folder_files,
@@ -36,6 +35,7 @@ from kinformer.lab.data.packed import encode_split, is_packed, open_packed
 from kinformer.lab.data.sampling import RandomWindows, Sampler, Split, mix, permute
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, require_share
+from kinformer.runtime.files import default_cache
 
 # Corpora mixed by weights, as ``web=0.7,code=0.3``: of every thousand rows each corpus gives its share, in a random
 # order.

@@ -208,11 +208,6 @@ Fill = Callable[[Path], Mapping[str, object]]
 """A function that writes arrays (``*.npy``) into a folder, and returns their record as values for JSON."""
 
 
-def default_cache() -> Path:
-    """Return the folder of caches: ``$XDG_CACHE_HOME/kinformer``, or ``~/.cache/kinformer``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinformer"
-
-
 def stored(folder: Path, schema: int, fill: Fill) -> tuple[JsonObject, dict[str, np.ndarray]]:
     """Return the record of the arrays in ``folder`` (with the schema behind its name), and the arrays by name, mapped.
     ``fill`` makes them if they are not there. The folder appears whole or not at all; processes may race, since each

@@ -28,7 +28,6 @@ from kinformer.lab.data.files import (
     SourceFile,
     atomic_write,
     content_of,
-    default_cache,
     existing_path,
     fingerprint_of,
     folder_files,
@@ -37,7 +36,7 @@ from kinformer.lab.data.files import (
 )
 from kinformer.lab.tables import read_arrays, read_unpacked
 from kinformer.runtime.errors import KinformerError, plural, require, require_share
-from kinformer.runtime.files import reading, require_file
+from kinformer.runtime.files import default_cache, reading, require_file
 from kinformer.runtime.plugins import import_extra
 
 # The result of a reader of images: the images of each split, of one shape, before some are held out and all stored.

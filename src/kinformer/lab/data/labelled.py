@@ -29,7 +29,6 @@ import numpy as np
 from kinformer.lab.data.files import (
     Identified,
     SourceFile,
-    default_cache,
     existing_path,
     fingerprint_of,
     folder_files,
@@ -43,6 +42,7 @@ from kinformer.lab.data.files import (
 from kinformer.lab.data.images import PARTS, SPLITS, check_splits, hold_out, ordered
 from kinformer.lab.data.tokenizer import ByteTokenizer, Tokenizer
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural, require_path, require_share
+from kinformer.runtime.files import default_cache
 from kinformer.runtime.parsing import parse_json_line
 from kinformer.runtime.progress import note_once
 
@@ -467,7 +467,7 @@ def read_texts(
         rows = _rows(sys.stdin.buffer, "standard input", columns, format or "lines")
         return Inputs(_some(rows, "standard input", limit, check), None)
     require_path("texts", source)
-    path = existing_path(Path(source).expanduser(), "give a file, a folder, - for standard input, or a list of texts")
+    path = existing_path(Path(source).expanduser(), "give a file, a folder, or texts by standard input (-) or a list")
     if path.is_dir():
         files = [file.path for file in folder_files(path)]
         if skip_bad:

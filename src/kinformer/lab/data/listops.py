@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kinformer.lab.data import Labelled, default_cache
+from kinformer.lab.data import Labelled
 from kinformer.lab.data.labelled import Written, keep
 from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.files import default_cache
 
 SYMBOLS = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]")
 MIN, MAX, MED, SM, END = range(10, 15)

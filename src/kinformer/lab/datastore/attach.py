@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kinformer.core.contract import Chunk, left_align, select_valid
-from kinformer.core.model import CausalModel, Hidden
-from kinformer.core.parts import Input, NeedsStore
+from kinformer.core.contract import select_valid
+from kinformer.core.model import Hidden
+from kinformer.core.parts import Input, NeedsStore, Neighbours
 from kinformer.core.state import State
 from kinformer.heads.language import KnnMixture
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
+from kinformer.lab.datastore.keys import KeyedDecoder, KeyedStates, OpenRun, StoredRun, keyed
 from kinformer.lab.datastore.options import StoreOptions
 from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity, probes_of, similarity_of
 from kinformer.lab.datastore.store import Datastore, KeySpace, Record, read_record
-from kinformer.lab.tasks.evaluation import EvaluationSettings, TrainedRun
+from kinformer.lab.tasks.evaluation import EvaluationSettings
 from kinformer.lab.tasks.texts import measured_part, note_shared, spec_of
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, spelled
@@ -28,76 +28,6 @@ from kinformer.runtime.progress import note
 
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
-    from kinformer.lab.datastore.retrieval import RetrievingDecoder
-
-# A decoder whose head searches a store, by keys that the model makes of the context.
-#
-# The key of a context is the input of the last layer's feed-forward (after its pre-norm if it has one), which
-# Khandelwal et al. 2020 found best. In a post-norm layer the norm follows the attention sublayer, so this input is
-# normed too. The keys of a decoder without such a sublayer are its final hidden states.
-
-FEED_FORWARD, HIDDEN = "feed-forward input of the last layer", "final hidden states"
-
-
-class KeyedStates(NamedTuple):
-    """The inputs of a head that searches a store: ``hidden_states`` [batch, time, dim] for the decoder's own
-    prediction, ``keys`` [batch, time, key width] to search with."""
-
-    hidden_states: Tensor
-    keys: Tensor
-
-
-class KeyedDecoder(nn.Module):
-    """A decoder that also returns the key of every context: its ``representation`` in words, and its ``width``."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        if getattr(decoder, "exit_heads", None) is not None:
-            raise KinformerError(
-                "the decoder's exits have separate heads, but a datastore works with one head; give a run with "
-                "tied classifiers (stack.classifiers=tied)."
-            )
-        self.decoder = decoder
-        self.representation, self.width = HIDDEN, decoder.config.width
-        if (seen := self._probe()) is not None:
-            self.representation, self.width = FEED_FORWARD, seen
-
-    def forward(
-        self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
-    ) -> tuple[KeyedStates, State]:
-        """Absorb ``tokens`` [batch, time]; hidden states and keys are zero where not ``valid``."""
-        if self.representation == HIDDEN:
-            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-            return KeyedStates(hidden_states, hidden_states), state
-        with self._tapped() as seen:
-            hidden_states, state, _ = self.decoder.hidden(tokens, state, valid=valid, reset=reset)
-        keys = seen[-1]
-        if valid is not None:
-            back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
-            keys = select_valid(keys.gather(1, back), valid)
-        return KeyedStates(hidden_states, keys), state
-
-    def _probe(self) -> int | None:
-        """Return the width of the last layer's feed-forward input; None unless the input is one vector a token."""
-        stack = self.decoder.stack
-        if stack.adaptive or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
-            return None
-        tokens = self.decoder.input.example(1, 2, self.decoder.input.device)
-        with torch.no_grad(), self._tapped() as seen:
-            self.decoder.hidden(tokens)
-        return seen[-1].shape[-1] if seen and seen[-1].shape[:-1] == (1, 2) else None
-
-    @contextmanager
-    def _tapped(self) -> Iterator[list[Tensor]]:
-        """Tap the last layer's feed-forward input within the context (the last use counts)."""
-        seen: list[Tensor] = []
-        feed_forward = self.decoder.stack.units[-1].get_submodule("feed_forward")
-
-        def hook(_: nn.Module, inputs: tuple[Tensor | Chunk, *tuple[object, ...]]) -> None:
-            seen.append(inputs[0].x if isinstance(inputs[0], Chunk) else inputs[0])
-
-        with feed_forward.register_forward_pre_hook(hook):
-            yield seen
 
 
 class StoreDecoder(nn.Module):
@@ -159,6 +89,81 @@ class AttachedDecoder(StoreDecoder):
         return self.head(logits.flatten(0, -2), inputs.keys.flatten(0, -2)).view(logits.shape)
 
 
+# A decoder whose head takes neighbours that a frozen decoder, the retriever, finds in a store (SPALM, Yogatama et al.
+# 2021). Both decoders read the same tokens, and the state holds both states; the store is not a part of the state.
+
+
+class RetrievingState(NamedTuple):
+    """The state: ``decoder`` belongs to the model itself, ``retriever`` to the model that makes its queries."""
+
+    decoder: State
+    retriever: State
+
+
+class RetrievingDecoder(StoreDecoder):
+    """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
+    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store."""
+
+    def __init__(
+        self, decoder: Decoder, retriever: KeyedDecoder, searcher: ExactSearch | ListSearch, neighbours: int
+    ) -> None:
+        super().__init__()
+        self.decoder, self.retriever = decoder, retriever.requires_grad_(False)
+        self.searcher, self.neighbours = searcher, neighbours
+        self.train(decoder.training)
+
+    def train(self, mode: bool = True) -> RetrievingDecoder:
+        super().train(mode)
+        self.retriever.eval()
+        return self
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the length at which the positions of the decoder or of the retriever end."""
+        ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
+        return min(ends, default=None)
+
+    def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
+        """Return the state of ``batch`` new sequences; ``dtype`` is the type of the decoder's part."""
+        return RetrievingState(
+            self.decoder.initial_state(batch, dtype=dtype, **options),
+            self.retriever.decoder.initial_state(batch, **options),
+        )
+
+    def hidden(
+        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Any
+    ) -> Hidden:
+        """Return the decoder's hidden states and taps, and the state after; ``marks``: ``valid``, ``reset``."""
+        before = state or RetrievingState(None, None)
+        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, taps=taps, **marks)
+        with torch.no_grad():
+            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, **marks)
+        return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
+
+    def head_inputs(
+        self, values: Tensor, state: RetrievingState | None = None, **marks: Any
+    ) -> tuple[KeyedStates, RetrievingState]:
+        """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
+        before = state or RetrievingState(None, None)
+        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, **marks)
+        with torch.no_grad():
+            inputs, retriever_state = self.retriever(values, before.retriever, **marks)
+        return inputs._replace(hidden_states=hidden_states), RetrievingState(after, retriever_state)
+
+    def logits(self, inputs: KeyedStates) -> Tensor:
+        """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
+        result = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
+        neighbours = following(result).view(*inputs.hidden_states.shape[:-1], -1)
+        return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
+
+
+def following(neighbours: Neighbours) -> Tensor:
+    """Return the tokens [n, k] that followed, -1 for a missing neighbour."""
+    return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
+
+
+# The datastore that a run or options name, at the head of the run's model.
+
 MIXTURE = {"weight": 0.25, "temperature": 1.0, "neighbours": 32}
 GATED_NEIGHBOURS = 4
 EXACT_BELOW = 1 << 16
@@ -167,31 +172,9 @@ RETRIEVAL = "retrieval"
 """The key in a run's ``data`` for its datastore, retriever, neighbours and probes."""
 
 
-class StoredRun(TrainedRun, Protocol):
-    """The protocol of a run with a datastore, made from the run or used by its model."""
-
-    def model(self, changes: Mapping[str, object] | None = None) -> Any: ...
-    def weights_digest(self) -> str: ...
-
-
-OpenRun = Callable[[str | Path], StoredRun]
-"""A function that opens the run in a folder."""
-
-
 def looks_up(config: ModelConfig) -> bool:
     """Return whether the head of a model searches a store while it is trained (:class:`NeedsStore`)."""
     return isinstance(getattr(config, "head", None), NeedsStore)
-
-
-def keyed(run: StoredRun, model: Decoder) -> KeyedDecoder:
-    """Return the model with its keys exposed. Raise unless the model is causal and reads tokens."""
-    if run.config.protocol is not CausalModel:
-        raise KinformerError(f"{run.folder}: {run.member!r} is not a causal decoder, which a datastore needs.")
-    if run.tokenizer is None or run.config.input.kind != "tokens":
-        raise KinformerError(
-            f"{run.folder}: reads {run.config.input.kind}, and a datastore is of text; give a run of a model of tokens."
-        )
-    return KeyedDecoder(model)
 
 
 def origin_of(run: StoredRun, keys: KeyedDecoder) -> KeySpace:
@@ -239,7 +222,6 @@ def _retrieving(
 ) -> Decoder | RetrievingDecoder:
     """Return ``model`` with its datastore and the retriever that made it (SPALM)."""
     from kinformer.generation.weights import pack
-    from kinformer.lab.datastore.retrieval import RetrievingDecoder
 
     for name in ("weight", "knn_temperature", "tune", "sizes"):
         if getattr(options, name, None) not in (None, False):
@@ -264,14 +246,12 @@ def _retrieving(
             f"{store.folder}: its tokens come from another tokenizer than {run.folder}'s; give one of its tokenizer."
         )
     if rows is not None:
-        keys = keyed(retriever, pack(keys.decoder, rows))
+        keys = keyed(retriever, pack(keys.decoder))
     return RetrievingDecoder(model, keys, searcher(store, record["probes"]), record["neighbours"])
 
 
 def lookup_facts(model: object) -> dict[str, object] | None:
     """Return the facts of the attached datastore as JSON, with the number of neighbours."""
-    from kinformer.lab.datastore.retrieval import RetrievingDecoder
-
     if not isinstance(model, RetrievingDecoder):
         return None
     store = model.searcher.store

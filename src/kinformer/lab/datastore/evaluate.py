@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from kinformer.lab.data import Split, first_bytes
 from kinformer.lab.datastore.attach import (
     EXACT_BELOW,
-    StoredRun,
     attach_mixture,
     looks_up,
     mixture_of,
     note_stored,
     searcher,
 )
+from kinformer.lab.datastore.keys import StoredRun
 from kinformer.lab.datastore.search import probes_of
 from kinformer.lab.datastore.store import Datastore
 from kinformer.lab.evaluation.bits import Windows

@@ -8,35 +8,29 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.model import Hidden
 from kinformer.core.parts import Neighbours, Searcher
-from kinformer.core.state import State
 from kinformer.lab.data import Corpus
 from kinformer.lab.datastore.attach import (
     GATED_NEIGHBOURS,
     RETRIEVAL,
-    KeyedDecoder,
-    KeyedStates,
-    OpenRun,
-    StoreDecoder,
-    StoredRun,
-    keyed,
+    following,
     looks_up,
     origin_of,
     search_words,
     searcher,
 )
-from kinformer.lab.datastore.search import ExactSearch, ListSearch, probes_of, similarity_of
+from kinformer.lab.datastore.keys import OpenRun, StoredRun, keyed
+from kinformer.lab.datastore.search import probes_of, similarity_of
 from kinformer.lab.datastore.store import TOKEN, Datastore, IndexedText, StoredText, crc32, entries_of
 from kinformer.lab.evaluation.bits import Windows, streamable
 from kinformer.lab.tasks.task import TrainingPlan
@@ -50,78 +44,6 @@ from kinformer.runtime.progress import note, progressing
 if TYPE_CHECKING:
     from kinformer.core.stack import ModelConfig
     from kinformer.lab.runs.options import TrainOptions
-
-# A decoder whose head takes neighbours that a frozen decoder, the retriever, finds in a store (SPALM, Yogatama et al.
-# 2021). Both decoders read the same tokens, and the state holds both states; the store is not a part of the state.
-
-
-class RetrievingState(NamedTuple):
-    """The state: ``decoder`` belongs to the model itself, ``retriever`` to the model that makes its queries."""
-
-    decoder: State
-    retriever: State
-
-
-class RetrievingDecoder(StoreDecoder):
-    """A language model: ``decoder`` with the ``neighbours`` nearest entries of ``searcher`` at every token.
-    ``retriever`` made the store's keys; it is frozen. Only :meth:`logits` searches the store."""
-
-    def __init__(
-        self, decoder: Decoder, retriever: KeyedDecoder, searcher: ExactSearch | ListSearch, neighbours: int
-    ) -> None:
-        super().__init__()
-        self.decoder, self.retriever = decoder, retriever.requires_grad_(False)
-        self.searcher, self.neighbours = searcher, neighbours
-        self.train(decoder.training)
-
-    def train(self, mode: bool = True) -> RetrievingDecoder:
-        super().train(mode)
-        self.retriever.eval()
-        return self
-
-    @property
-    def max_length(self) -> int | None:
-        """Return the length at which the positions of the decoder or of the retriever end."""
-        ends = [end for end in (self.decoder.max_length, self.retriever.decoder.max_length) if end is not None]
-        return min(ends, default=None)
-
-    def initial_state(self, batch: int, *, dtype: torch.dtype | None = None, **options: Any) -> RetrievingState:
-        """Return the state of ``batch`` new sequences; ``dtype`` is the type of the decoder's part."""
-        return RetrievingState(
-            self.decoder.initial_state(batch, dtype=dtype, **options),
-            self.retriever.decoder.initial_state(batch, **options),
-        )
-
-    def hidden(
-        self, values: Tensor, state: RetrievingState | None = None, *, taps: Sequence[int] = (), **marks: Any
-    ) -> Hidden:
-        """Return the decoder's hidden states and taps, and the state after; ``marks``: ``valid``, ``reset``."""
-        before = state or RetrievingState(None, None)
-        hidden_states, after, tapped = self.decoder.hidden(values, before.decoder, taps=taps, **marks)
-        with torch.no_grad():
-            _, retriever_state, _ = self.retriever.decoder.hidden(values, before.retriever, **marks)
-        return Hidden(hidden_states, RetrievingState(after, retriever_state), tapped)
-
-    def head_inputs(
-        self, values: Tensor, state: RetrievingState | None = None, **marks: Any
-    ) -> tuple[KeyedStates, RetrievingState]:
-        """Return the decoder's hidden states and the retriever's keys, and the state after the chunk."""
-        before = state or RetrievingState(None, None)
-        hidden_states, after, _ = self.decoder.hidden(values, before.decoder, **marks)
-        with torch.no_grad():
-            inputs, retriever_state = self.retriever(values, before.retriever, **marks)
-        return inputs._replace(hidden_states=hidden_states), RetrievingState(after, retriever_state)
-
-    def logits(self, inputs: KeyedStates) -> Tensor:
-        """Return logits [batch, time, vocab] of head inputs [batch, time, ...]."""
-        result = self.searcher.search(inputs.keys.flatten(0, -2).detach(), self.neighbours)
-        neighbours = following(result).view(*inputs.hidden_states.shape[:-1], -1)
-        return self.decoder.head(inputs.hidden_states, self.decoder.input, neighbours=neighbours)
-
-
-def following(neighbours: Neighbours) -> Tensor:
-    """Return the tokens [n, k] that followed, -1 for a missing neighbour."""
-    return neighbours.tokens.masked_fill(neighbours.entries < 0, -1)
 
 
 def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, object]:

@@ -39,7 +39,7 @@ from kinformer.runtime.parsing import JsonObject
 
 if TYPE_CHECKING:
     from kinformer.core.state import State
-    from kinformer.lab.datastore.attach import KeyedDecoder, StoredRun
+    from kinformer.lab.datastore.keys import KeyedDecoder, StoredRun
     from kinformer.lab.runs.options import IndexOptions
     from kinformer.models.decoder import Decoder
 

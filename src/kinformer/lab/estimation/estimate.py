@@ -46,7 +46,6 @@ from kinformer.lab.estimation.parts import (
     layer_keys,
     measure,
     measure_inference,
-    measure_state,
     without_data,
 )
 from kinformer.lab.training import cross_entropy
@@ -267,6 +266,8 @@ def measure_live(
 
 
 Precision = Literal["fp32", "bf16-mixed"]
+DTYPES = torch.float32, torch.bfloat16
+"""Of the weights and the state at inference, by precision."""
 COUNTED = {
     "flops_inference": "inference",
     "flops_forward": "forward",
@@ -329,10 +330,12 @@ def estimate(
         model = config.build()
     _check(model, length, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    costs = _costs(config, model, batch, length, precision) | _inference_costs(config, model, batch, length)
-    rows = _table(config, model, costs)
+    inferred = {dtype: _inference_costs(config, model, batch, length, dtype) for dtype in DTYPES}
+    costs = _costs(config, model, batch, length, precision)
+    rows = _table(config, model, costs | inferred[torch.float32])
     if config.stack.recomputes:
-        handed = _handed_on(config, model, batch, length, precision)
+        dtype = DTYPES[precision != "fp32"]
+        handed = _handed_on(config, model, inferred[dtype], dtype)
         live = max(costs["live", "loss"] + handed, costs["live", "backward"])
         # Further checkpointed layers keep their inputs; the residual stream is float32 also under autocast.
         inputs = len(config.uses) - len(set(config.layers)) if config.stack.checkpoint else 0
@@ -350,8 +353,8 @@ def estimate(
             "activations": sum(row.activation_bytes for row in rows),
         }
     }
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        state = _state(config, model, batch, length, dtype)
+    for name, dtype in zip(("fp32", "bf16"), DTYPES, strict=True):
+        state = _state(config, inferred[dtype])
         memory[f"inference_{name}"] = {"weights": dtype.itemsize * parameters, "state": state}
     inference = memory["inference_fp32" if precision == "fp32" else "inference_bf16"]
     forward = sum(row.flops_forward for row in rows)
@@ -417,12 +420,12 @@ def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, prec
     return costs
 
 
-def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int) -> Costs:
-    """Return the ``inference`` costs of the model of distinct layers. Exits stand between layers, so a model with exits
-    runs whole, and the first layer of each kind represents all equal layers."""
+def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> Costs:
+    """Return the ``inference`` and ``state`` costs of the model of distinct layers. Exits stand between layers, so a
+    model with exits runs whole, and the first layer of each kind represents all equal layers."""
     reads_exits = isinstance(config.stack, ExitStack.Config) and config.stack.rule is not None
     single = config if reads_exits else distinct(config)
-    costs = at_length(partial(measure_inference, single, batch), length, horizon_of(model))
+    costs = at_length(lambda n: measure_inference(single, batch, n, dtype), length, horizon_of(model))
     keys = layer_keys(single)
     firsts = {str(keys.index(key)): str(number) for number, key in enumerate(dict.fromkeys(keys))}
     chosen: Costs = {}
@@ -435,15 +438,12 @@ def _inference_costs(config: ModelSpec, model: StackedModel, batch: int, length:
     return chosen
 
 
-def _state(config: ModelSpec, model: StackedModel, batch: int, length: int, dtype: torch.dtype) -> int:
+def _state(config: ModelSpec, costs: Costs) -> int:
     """Return the bytes of the state; equal layers are measured once and multiplied."""
-    layers, single = Counter(config.uses), distinct(config)
-    costs = at_length(lambda n: measure_state(single, batch, n, dtype), length, horizon_of(model))
-    times = {f"layers.{index}": layers[layer] for index, layer in enumerate(single.layers)}
-    total = sum(times.get(part, 1) * amount for (_, part), amount in costs.items())
-    # ``single`` is built without exits, but the rule of an exit may keep the mean vector of the source in the state.
-    reads_source = isinstance(model.stack, ExitStack) and model.stack.reads_source
-    return total + (batch * config.dim * dtype.itemsize if reads_source else 0)
+    keys = layer_keys(config)
+    uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
+    times = {f"layers.{number}": uses[key] for number, key in enumerate(dict.fromkeys(keys))}
+    return sum(times.get(part, 1) * amount for (kind, part), amount in costs.items() if kind == "state")
 
 
 def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCost]:
@@ -457,7 +457,7 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
     for name, parameter in model.named_parameters():
         parameters[_part(name.split("."), group_of)] += parameter.numel()
     rows = []
-    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind != "live")]):
+    for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind in COUNTED.values())]):
         label, count = name, len(config.uses) // len(config.layers) if name == "halting" else 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
@@ -468,12 +468,11 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
     return [row for row in rows if row.parameters or any(getattr(row, field) for field in COUNTED)]
 
 
-def _handed_on(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> int:
+def _handed_on(config: ModelSpec, model: StackedModel, costs: Costs, dtype: torch.dtype) -> int:
     """Return the bytes that layers beyond the first of each kind keep until the loss: states, and autocast's copies."""
     single = distinct(config)
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    whole, part = (_state(item, model, batch, length, dtype) for item in (config, single))
-    if precision == "fp32" or not config.stack.checkpoint:
+    whole, part = _state(config, costs), _state(single, costs)
+    if dtype == torch.float32 or not config.stack.checkpoint:
         return whole - part
     with unallocated():
         parameters = sum(parameter.numel() for parameter in single.build().parameters())

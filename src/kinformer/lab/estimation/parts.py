@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -58,6 +59,8 @@ class ModelSpec(Protocol):
     def replace(self, **changes: object) -> Self: ...
 
     def build(self) -> Any: ...
+
+    def __hash__(self) -> int: ...
 
 
 S = TypeVar("S", bound=ModelSpec)
@@ -178,6 +181,7 @@ def distinct(config: S) -> S:
     return config.replace(layers=tuple(config.layers[index] for index in first), stack=config.stack.select(first))
 
 
+@lru_cache(maxsize=32)  # the peak of a training process, and another precision, ask for what was measured before
 def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, pieces: bool = False) -> Costs:
     """Return the costs of one training step of ``config.build()`` on ``batch`` rows of ``length`` tokens, without data.
     ``pieces``: logits are made some rows at a time, as :func:`in_pieces` says; they then belong to the loss. With
@@ -199,20 +203,25 @@ def measure(config: ModelSpec, batch: int, length: int, autocast: bool = False, 
                 ledger.move("loss", 2 / 3)
             loss.backward()
             ledger.book()
-    return ledger.costs
+    return dict(ledger.costs)
 
 
-def measure_inference(config: ModelSpec, batch: int, length: int) -> Costs:
+@lru_cache(maxsize=32)
+def measure_inference(config: ModelSpec, batch: int, length: int, dtype: torch.dtype = torch.float32) -> Costs:
     """Return the FLOPs (``inference``) of one forward in evaluation mode, without gradients, of ``batch`` rows of
-    ``length`` tokens: work for learning alone is left out, and memories hold their projections (``mixers``)."""
+    ``length`` tokens in ``dtype``, and the ``state`` bytes of every layer, and of the rest, after it. Work for learning
+    alone is left out, and memories hold their projections (``mixers``)."""
     counter = FlopCounterMode(display=False)
-    model = without_data(config).eval()
+    model = without_data(config).to(dtype).eval()
     tokens = model.input.example(batch, length, "meta")
     ledger = _Ledger(model, counter, "inference")
     with counter, torch.no_grad():
-        outputs(model, tokens)
+        state = outputs(model, tokens)[1]
         ledger.book()
-    return ledger.costs
+    if state is None:
+        return dict(ledger.costs)
+    layers = {("state", f"layers.{index}"): nbytes(layer) for index, layer in enumerate(state.layers)}
+    return dict(ledger.costs) | layers | {("state", "model"): nbytes(state) - sum(layers.values())}
 
 
 def outputs(model: Any, tokens: Tensor) -> tuple[Tensor, State]:
@@ -269,15 +278,3 @@ def imitated(model: Any, batch: int, length: int, device: str) -> tuple[Any, Ten
         for module in model.modules():
             module.training = isinstance(module, nn.Dropout | Stack)
     return model, tokens
-
-
-def measure_state(config: ModelSpec, batch: int, length: int, dtype: torch.dtype) -> Costs:
-    """Return the ``state`` bytes of every layer, and of the rest, after ``length`` tokens in ``dtype``."""
-    model = without_data(config).to(dtype).eval()
-    tokens = model.input.example(batch, length, "meta")
-    with torch.no_grad():
-        _, state = outputs(model, tokens)
-    if state is None:
-        return {("state", "model"): 0}
-    costs = {("state", f"layers.{index}"): nbytes(layer) for index, layer in enumerate(state.layers)}
-    return costs | {("state", "model"): nbytes(state) - sum(costs.values())}

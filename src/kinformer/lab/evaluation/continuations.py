@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from math import isnan
+from os.path import commonprefix
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -112,7 +112,7 @@ class ContinuationScorer:
             if len(branch) == 1:
                 alone += branch
                 continue
-            stem = min(_common(min(branch), max(branch)), min(map(len, branch)) - 1)
+            stem = min(len(commonprefix(branch)), min(map(len, branch)) - 1)  # of any sequences, as of tuples of ids
             behind = self._absorb([_Row(branch[0][depth:stem], ())], state).state
             yield from self._visit(members, branch, stem, behind)
         single, forked = [], []
@@ -220,8 +220,3 @@ def _at(inputs: HeadInputs, rows: Tensor, places: Tensor) -> HeadInputs:
 def _repeated(state: State, rows: int) -> State:
     """Return the ``state`` of one row repeated for ``rows`` rows; None stands for new sequences."""
     return None if state is None else repeat_rows(state, rows)
-
-
-def _common(left: Ids, right: Ids) -> int:
-    """Return the number of tokens at the beginning that both share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

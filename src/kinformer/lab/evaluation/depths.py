@@ -19,6 +19,7 @@ from kinformer.adaptive.rules import AtExit, ExitRule
 from kinformer.adaptive.stack import ExitStack
 from kinformer.core.model import Model, device_of
 from kinformer.core.state import fork, reserve
+from kinformer.generation import native
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import plural
 from kinformer.stacks.sequential import HaltingState, Universal
@@ -173,7 +174,7 @@ def _packed_flops(x: Sequence[int], *_: object, out_shape: Sequence[int], **__: 
     return 2 * prod(out_shape) * x[-1]
 
 
-PACKED = {torch.ops.mkldnn._linear_pointwise: _packed_flops} if hasattr(torch.ops.mkldnn, "_linear_pointwise") else {}
+PACKED = {native.product.overloadpacket: _packed_flops}
 """The FLOP counters of products with packed weights (``generation.weights``)."""
 
 

@@ -26,9 +26,8 @@ from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.tokenizer import prompt_ids
 from kinformer.lab.evaluation.bits import CHUNK
 from kinformer.lab.evaluation.continuations import Continuation, ContinuationScorer, Score
-from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import EvaluateOptions, Machine
-from kinformer.lab.runs.run import Run, open_run
+from kinformer.lab.runs.run import Run, open_run, require_continuing
 from kinformer.lab.serving.fields import ChatTemplate
 from kinformer.lab.tasks.evaluation import (
     Evaluation,

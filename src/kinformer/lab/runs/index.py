@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kinformer.lab.data.files import spooled
-from kinformer.lab.datastore.attach import KeyedDecoder, keyed, origin_of
+from kinformer.lab.datastore.attach import origin_of
+from kinformer.lab.datastore.keys import KeyedDecoder, keyed
 from kinformer.lab.datastore.search import build, has_lists
 from kinformer.lab.datastore.store import Datastore, IndexedText, Writer, entries_of, open_source
 from kinformer.lab.runs.options import IndexOptions

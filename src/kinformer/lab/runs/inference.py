@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.parts import NeedsStore
 from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data.files import atomic_write, spooled
 from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
@@ -31,21 +30,6 @@ from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
-
-# The check that a run continues texts in independent rows, which serving and the harness need.
-
-
-def require_continuing(run: Run, instead: str) -> None:
-    """Raise unless ``run`` continues texts in independent rows; the message recommends ``instead``."""
-    generation = run.task.generation
-    run.task.check_generation(run)
-    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
-        raise KinformerError(
-            f"{run.folder}: is a run of the task {run.task.name}, and only next-token continues texts here; give one."
-        )
-    if isinstance(getattr(run.config, "head", None), NeedsStore):
-        raise KinformerError(f"{run.folder}: {run.member!r} looks things up for all sequences together; use {instead}.")
-
 
 # The language model that a task's option ``language_model`` names: another run, which scores the outputs of the run.
 
@@ -214,7 +198,7 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     assert options.seed is not None
     device = options.prepare(options.seed)
     model = as_weights(run.model(options.set).to(device), options.weights)
-    packed = model if run.task.generation.prompt == "lines" else pack(model, options.samples)
+    packed = model if run.task.generation.prompt == "lines" else pack(model)
     if options.package is not None:
         from kinformer.lab.runs.exporting import attach_package
 
@@ -241,7 +225,7 @@ def _draft(run: Run, options: GenerateOptions, device: torch.device) -> str | Ca
             f"`draft` {other.folder}: has another task or tokenizer than {run.folder}; train it with the same ones."
         )
     model = as_weights(other.model().to(device), options.weights)
-    return pack(model, options.samples)
+    return pack(model)
 
 
 def check_drawing(task: Task, options: GenerateOptions) -> None:

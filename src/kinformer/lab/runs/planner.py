@@ -190,7 +190,13 @@ def named_data(options: TrainOptions, task: Task, folder: Path) -> str:
         return str(folder.resolve() / FIELD)
     if weights := mixture_of(options.data):
         return ",".join(f"{path if path == STDLIB else absolute(path)}={w:g}" for path, w in weights)
-    return str(absolute(options.data))
+    path = absolute(options.data)
+    owners = [item.name for item in tasks() if options.data == item.data.default or item.names(options.data)]
+    if owners and not path.exists():
+        raise KinformerError(
+            f"`data` {options.data}: is no file, but the data of the task {' or '.join(owners)}; name one by `task`."
+        )
+    return str(path)
 
 
 def _tokenizer_for(options: TrainOptions, task: Task, source: Source, base: Run | None) -> Tokenizer | None:

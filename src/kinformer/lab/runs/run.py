@@ -22,6 +22,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from kinformer.core.config import override
+from kinformer.core.parts import NeedsStore
 from kinformer.family.build import model_config, storable, weight_shapes
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
@@ -300,6 +301,19 @@ def open_run(folder: str | Path) -> Run:
         prompts=data.get("prompts", {}),
         tokenizer_fingerprint=data.get("tokenizer_fingerprint"),
     )
+
+
+def require_continuing(run: Run, instead: str) -> None:
+    """Raise unless ``run`` continues texts in independent rows, as serving and the harness need; the message recommends
+    ``instead``."""
+    generation = run.task.generation
+    run.task.check_generation(run)
+    if generation.prompt != "text" or not generation.reads or run.tokenizer is None:
+        raise KinformerError(
+            f"{run.folder}: is a run of the task {run.task.name}, and only next-token continues texts here; give one."
+        )
+    if isinstance(getattr(run.config, "head", None), NeedsStore):
+        raise KinformerError(f"{run.folder}: {run.member!r} looks things up for all sequences together; use {instead}.")
 
 
 def save_weights(folder: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

@@ -66,15 +66,17 @@ def announcement(run: Run, settings: Settings, parameters: int, group: Group, fr
     )
 
 
-def warning(result: Result, settings: Settings) -> str | None:
-    """Return a sentence if an uninterrupted run made fewer steps than its warm-up has, else None."""
+def warning(result: Result, settings: Settings, share: float = 1.0) -> str | None:
+    """Return a sentence if an uninterrupted run made fewer steps than its warm-up has, else None. ``share``: of the
+    time, in which the process computed."""
     steps, made = result.steps, plural(result.steps, "step")
     if result.signal:
         return None
     if settings.minutes is not None and steps < WARM_UP_STEPS:
+        busy = f", as this process computed for {share:.0%} of the time" if share < 0.5 else ""
         return (
             f"kinformer: only {made} could be made in {spelled_minutes(settings.minutes)}, fewer than a warm-up takes "
-            f"({WARM_UP_STEPS}), so little is learnt; give more `minutes`, a smaller `recipe` or `batch_size`."
+            f"({WARM_UP_STEPS}){busy}, so little is learnt; give more `minutes`, a smaller `recipe` or `batch_size`."
         )
     if steps < settings.warmup:
         return (
@@ -100,13 +102,15 @@ def _data(data: JsonObject) -> str:
 @dataclass(frozen=True)
 class Summary:
     """The result of training: the run's ``folder``, its member and number of ``parameters``, the trainer's ``result``,
-    the ``metrics`` of its validations, and the ``verdict``, a sentence if a simple rule is as good."""
+    the ``metrics`` of its validations, the task's ``use`` of it, and the ``verdict``, a sentence if a simple rule is as
+    good."""
 
     folder: Path
     member: str
     parameters: int
     result: Result
     metrics: tuple[Metric, ...]
+    use: str
     verdict: str | None = None
 
     @property
@@ -195,6 +199,7 @@ def _new_folder(name: str) -> Path:
 def work(plan: Plan, group: Group) -> Summary:
     """Train in this process, one of ``group``."""
     set_threads(plan.threads, group.world, group.device.type)
+    begun_at, alone = plan.started_at, group.world == 1 and group.device.type == "cpu"
     run, settings, reports = plan.run, plan.settings, group.first and not plan.quiet
     training = plan_of(run, settings)
     step = group.on_first(lambda: max(Checkpoints(run.folder / CHECKPOINTS, 1).steps(), default=0))
@@ -211,7 +216,8 @@ def work(plan: Plan, group: Group) -> Summary:
         command = f"kinformer train {run.member} --out {run.folder} --resume"
         message = f"kinformer: stopped after step {result.steps}, which is kept; continue with: {command}"
         print(message, file=tolerant(sys.stderr), flush=True)
-    if reports and (sentence := warning(result, settings)):
+    share = time.process_time() / max(1e-9, time.monotonic() - begun_at) if alone else 1.0
+    if reports and (sentence := warning(result, settings, share)):
         print(spelled(sentence), file=tolerant(sys.stderr), flush=True)
     return summary
 
@@ -248,7 +254,7 @@ def _stage(
     if reporter:
         reporter.result = result
         reporter.write()
-    return Summary(run.folder, run.member, parameters, result, data.metrics)
+    return Summary(run.folder, run.member, parameters, result, data.metrics, run.task.use)
 
 
 def _join_and_work(plan: Plan) -> Summary:

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,58 +27,11 @@ from kinformer.core.contract import CausalMixer
 from kinformer.core.model import CausalModel, StackedModel, device_of
 from kinformer.core.state import State
 from kinformer.generation.recording import logits_after
-from kinformer.generation.sampling import Sampling, UniformStreams, draw, penalise_repetition
+from kinformer.generation.sampling import UniformStreams, draw, penalise_repetition
 from kinformer.generation.session import Steps, require_continuing, require_ids
+from kinformer.lab.serving.requests import Penalties, Request, TokenScore
 from kinformer.runtime.errors import Checked, KinformerError, plural, require_finite
 from kinformer.runtime.process import FEW, few_rows
-
-if TYPE_CHECKING:
-    from kinformer.lab.serving.answers import TextListener
-
-# A request for continuations of one prompt, and the log-probabilities of its tokens.
-
-
-class Penalties(NamedTuple):
-    """Changes of the logits before a draw, as OpenAI defines them: ``bias`` is added to the logits of its tokens, and
-    from each token of the continuation ``presence`` is subtracted once, and ``frequency`` as often as the token
-    occurs."""
-
-    presence: float = 0.0
-    frequency: float = 0.0
-    bias: tuple[tuple[int, float], ...] = ()
-
-
-class TokenScore(NamedTuple):
-    """The log-probability of a token, before temperature and cuts, and the most probable tokens with theirs."""
-
-    logprob: float
-    top: list[tuple[int, float]]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Request:
-    """A request for ``copies`` continuations of ``tokens`` [length] int64, of at most ``max_new_tokens`` each.
-
-    Copy j draws from stream ``first_stream + j`` of the seed of ``sampling``, as row ``first_stream + j`` does in
-    ``kinformer.generate``. ``logprobs``: how many of the most probable tokens a score holds; None gives no scores.
-    ``scores_prompt``: also score the tokens of the prompt.
-    """
-
-    tokens: np.ndarray
-    listener: TextListener
-    """The listener to the tokens. The engine's thread calls it between steps, so it must not wait."""
-    sampling: Sampling
-    max_new_tokens: int
-    penalties: Penalties = Penalties()
-    copies: int = 1
-    first_stream: int = 0
-    logprobs: int | None = None
-    scores_prompt: bool = False
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens of the longest sequence that the request may become."""
-        return len(self.tokens) + self.max_new_tokens
 
 
 class Row:

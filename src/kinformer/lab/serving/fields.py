@@ -18,7 +18,7 @@ import numpy as np
 
 from kinformer.generation.sampling import Sampling
 from kinformer.lab.data.files import plain_bytes
-from kinformer.lab.serving.engine import Penalties
+from kinformer.lab.serving.requests import Penalties
 from kinformer.runtime.errors import LARGEST, KinformerError, is_of_kind, kind_name, nearest, plural
 from kinformer.runtime.parsing import JsonObject
 

@@ -11,9 +11,9 @@ import numpy as np
 from kinformer.generation.sampling import ends_of_text
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.tokenizer import NEIGHBOURS, as_bytes, prompt_ids
-from kinformer.lab.serving.answers import Piece, TextListener
-from kinformer.lab.serving.engine import Engine, Request
+from kinformer.lab.serving.engine import Engine
 from kinformer.lab.serving.fields import Body
+from kinformer.lab.serving.requests import Piece, Request, TextListener
 from kinformer.runtime.errors import KinformerError, plural
 
 if TYPE_CHECKING:

@@ -30,14 +30,14 @@ from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.labelled import TextItem
 from kinformer.lab.data.tokenizer import prompt_ids
-from kinformer.lab.runs.inference import require_continuing
 from kinformer.lab.runs.options import ServeOptions
-from kinformer.lab.runs.run import open_run
+from kinformer.lab.runs.run import open_run, require_continuing
 from kinformer.lab.serving import answers, fields
-from kinformer.lab.serving.answers import Answer, ChatAnswer, Piece
+from kinformer.lab.serving.answers import Answer, ChatAnswer
 from kinformer.lab.serving.engine import BusyError, Engine, Limits
 from kinformer.lab.serving.fields import ChatTemplate, FieldError
 from kinformer.lab.serving.job import ClientLeftError, Job
+from kinformer.lab.serving.requests import Piece
 from kinformer.lab.tasks.texts import TextEmbedder
 from kinformer.lab.training.checkpoint import place_of_best
 from kinformer.lab.training.distributed import heeded
@@ -413,7 +413,7 @@ class Server:
             max_waiting=options.max_waiting,
             chunk=options.chunk,
         )
-        self.engine = Engine(pack(model, options.max_streams), limits)
+        self.engine = Engine(pack(model), limits)
         self._thread = threading.Thread(target=self.engine.run, name="kinformer engine", daemon=True)
         assert run.tokenizer is not None
         self.name = name = options.name or Path(folder).resolve().name

@@ -212,7 +212,7 @@ class Later:
         return self.load()(*arguments, **named)
 
 
-TEXTS = ("name", "title", "description", "advice")
+TEXTS = ("name", "title", "description", "advice", "use")
 """The fields of a record whose strings are texts, not names of functions."""
 
 
@@ -226,6 +226,7 @@ class Task:
     ``settings`` are the settings of training that differ from the general defaults, and ``in_minutes`` the settings and
     own options of a run that ``minutes`` limit (see ``lab.runs.minutes``). ``rivals`` names in words the baselines that
     a model should beat (None: every baseline of an evaluation), and ``advice`` says what to try where it does not.
+    ``use`` is the command, beside evaluate, that training names at its end, with ``{}`` for the folder of the run.
     ``Options``, ``EvaluationOptions``, ``GenerationOptions`` and ``PredictionOptions`` are dataclasses of options that
     only this task has.
 
@@ -249,6 +250,7 @@ class Task:
     in_minutes: Mapping[str, Any] = {}
     rivals: Mapping[str, str] | None = None
     advice: str = "train for longer, or on more data"
+    use: str = ""
     Options: type = NoOptions
     EvaluationOptions: type = NoOptions
     GenerationOptions: type = NoOptions

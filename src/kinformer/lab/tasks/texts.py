@@ -36,7 +36,7 @@ from kinformer.lab.tasks.task import Source
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
-from kinformer.runtime.progress import note
+from kinformer.runtime.progress import note, note_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,9 @@ USUAL_COLUMNS = Columns()
 
 
 def open_text(source: Source, options: object, cache: Path | None = None) -> Corpus:
-    """Return the corpus that ``source`` names."""
+    """Return the corpus that ``source`` names; a note says that a table is read as it stands."""
+    if source.spec.endswith((".csv", ".tsv")):
+        note_once(f"note: {Path(source.spec).name} is read as running text; its columns are for `task` classify.")
     return open_corpus(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout)
 
 
@@ -259,9 +261,9 @@ def check_positions(model: Model, windows: Windows | None) -> None:
         )
 
 
-def whole_length(run: TrainedRun, model: Model, default: int = 512) -> int:
+def whole_length(run: TrainedRun, model: Model) -> int:
     """Return the length that an encoder was trained at, within its positions."""
-    length = run.training.get("length", model.max_length or default)
+    length = run.training.get("length", model.max_length or 512)
     return length if model.max_length is None else min(length, model.max_length)
 
 

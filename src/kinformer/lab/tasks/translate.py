@@ -32,8 +32,11 @@ from kinformer.lab.calibration.options import CalibrateOptions
 from kinformer.lab.calibration.risk import Samples, at_threshold
 from kinformer.lab.data import IGNORED, BosEos
 from kinformer.lab.data.buckets import TokenBatches
+from kinformer.lab.data.files import Extents
 from kinformer.lab.data.labelled import LABEL_NAMES, TEXT_NAMES, Columns, TextItem, TextSource
+from kinformer.lab.data.ngram import NgramModel
 from kinformer.lab.data.pairs import NUMBER_WORDS, Languages, Pairs, Parallel, open_pairs
+from kinformer.lab.data.sampling import Split
 from kinformer.lab.data.tokenizer import Tokenizer, as_bytes
 from kinformer.lab.evaluation.depths import LAYERS_PER_TOKEN, Exited, early_exit_stack, noting_exits, saved, with_rule
 from kinformer.lab.tasks.evaluation import (
@@ -48,7 +51,7 @@ from kinformer.lab.tasks.evaluation import (
     in_batches,
     parts_of,
 )
-from kinformer.lab.tasks.next_token import Generated, Sample
+from kinformer.lab.tasks.next_token import COUNTED_BYTES, NGRAM_CONTEXT, Generated, Sample
 from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, texts_in, tokenizer_of
@@ -214,6 +217,7 @@ class TranslationPairs(DataModule):
 
     def __init__(self, data: Parallel, settings: Settings, ends: BosEos, smoothing: float) -> None:
         self.settings, self.ends, self.smoothing = settings, ends, smoothing
+        self.splits = data.splits
         self.train, self.held_out = (
             EncodedPairs(data.splits[name], data.tokenizer) for name in ("train", "validation")
         )
@@ -259,6 +263,16 @@ class TranslationPairs(DataModule):
 
     def measured(self, means: Mapping[str, float], split: str) -> dict[str, float]:
         return {BITS_PER_BYTE.name: means["nats"] / log(2) / means["bytes"], ACCURACY.name: means["correct"]}
+
+    def baselines(self) -> dict[str, float]:
+        train, validation = (self.splits[name].target for name in ("train", "validation"))
+        counted = Extents.of_bytes(b"\n".join([b"", *train[:COUNTED_BYTES]])[:COUNTED_BYTES])
+        if len(counted) <= NGRAM_CONTEXT:
+            return {}
+        model = NgramModel(Split.of_bytes("train", "targets", counted), NGRAM_CONTEXT)
+        lines = [validation[index] for index in self.measured_pairs]
+        chances = model.probabilities(np.frombuffer(b"\n".join([b"", *lines, b""]), np.uint8), 1)
+        return {"targets_counted": -float(np.log2(chances).sum()) / max(1, sum(map(len, lines)))}
 
 
 class TranslationLoss:

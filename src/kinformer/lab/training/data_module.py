@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -13,14 +13,9 @@ from torch.nn import functional
 from kinformer.core.learning import AuxLoss, Regularized, gather_aux_losses
 from kinformer.core.model import WholeModel, modules_of
 from kinformer.core.state import State, map_tensors, pop_aux, rebuilt
+from kinformer.lab.training.layouts import Layouts
 from kinformer.lab.training.logging import Metric
-from kinformer.runtime.compiling import gathered, is_sharded, like
 from kinformer.runtime.errors import KinformerError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from kinformer.lab.training.tensor_parallel import Cut
 
 # Batches: a task's NamedTuple of tensors [batch, ...], states or None, with one row per example.
 
@@ -68,91 +63,6 @@ def stretch_of_rows(tokens: Tensor, valid: Tensor | None, number: int, count: in
     part = slice(number * size, (number + 1) * size)
     stretch = functional.pad(tokens, (0, lacking))[:, part]
     return stretch, None if valid is None else functional.pad(valid, (0, lacking))[:, part]
-
-
-class Layouts:
-    """The layout of a run's tensors over processes. Tensor parallelism gives every process the rows of its heads, which
-    are not adjacent in a whole weight; checkpoints hold the rows of whole weights in order.
-
-    ``cuts``: the cuts of a model's parameters by name, among the ``parts`` processes of an axis of ``mesh``. Without a
-    mesh tensors are not cut.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None = None, cuts: Mapping[str, Cut] | None = None, parts: int = 1) -> None:
-        self.mesh, self.cuts, self.parts = mesh, cuts or {}, parts
-
-    def in_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``tensors``, called "name" or "name:key" after their parameters, each cut into rows over all
-        processes. Each is whole for a moment, one after the other; all processes must call together."""
-        if self.mesh is None:
-            return dict(tensors)
-        return {name: self._in_rows(name, tensor) for name, tensor in tensors.items()}
-
-    def room(self, name: str, parameter: Tensor, form: Tensor) -> Tensor:
-        """Return memory for a tensor of the form ``form`` that belongs to ``parameter``, for a reader of rows."""
-        if not is_sharded(parameter) and (cut := self._cut(name)):
-            shape = list(parameter.shape)
-            shape[cut.dim] *= self.parts
-            return torch.empty(shape, dtype=form.dtype)
-        if not is_sharded(parameter) or parameter.shape != form.shape:
-            return torch.empty_like(form, device="cpu")
-        if self.mesh is None:
-            return torch.empty_like(parameter, dtype=form.dtype, requires_grad=False)
-        return self._rows(torch.empty(form.shape, dtype=form.dtype))
-
-    def placed(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
-        """Return ``value``, whole or cut into rows, in the layout of ``parameter``, if it has the parameter's shape."""
-        cut = self._cut(name)
-        if not is_sharded(parameter) and cut and value.shape != parameter.shape:
-            return value.index_select(cut.dim, self._local_rows(cut))
-        if self.mesh is None or not is_sharded(parameter) or value.shape != parameter.shape:
-            return like(parameter, value)
-        whole = gathered(value).to(parameter.device)
-        target = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        assert is_sharded(target)
-        if cut:
-            whole = whole.index_select(cut.dim, self._local_rows(cut).to(whole.device))
-        local = target.to_local()
-        if target.device_mesh.ndim > 1 and whole.dim():  # FSDP cuts the rest by rows; the last shards have fewer
-            size = -(-len(whole) // target.device_mesh.size(0))
-            whole = whole[target.device_mesh.get_local_rank(0) * size :][: len(local)]
-        local.copy_(whole)
-        return target
-
-    def _in_rows(self, name: str, tensor: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        cut, spread = self._cut(name), tensor.detach()
-        buffer = not is_sharded(tensor)
-        if buffer and (cut is None or not tensor.dim()):
-            return tensor
-        if buffer and cut is not None:
-            spread = DTensor.from_local(spread, self.mesh, [Shard(cut.dim)], run_check=False)
-        whole = gathered(spread)
-        if cut is not None and len(cut.blocks) > 1:
-            order = cut.order(self.parts).to(whole.device)
-            whole = torch.empty_like(whole).index_copy_(cut.dim, order, whole)
-        return whole if buffer or not whole.dim() else self._rows(whole)
-
-    def _local_rows(self, cut: Cut) -> Tensor:
-        assert self.mesh is not None
-        return cut.rows(self.mesh.get_local_rank(), self.parts)
-
-    def _cut(self, name: str) -> Cut | None:
-        return self.cuts.get(name.partition(":")[0])
-
-    def _rows(self, whole: Tensor) -> Tensor:
-        """Return ``whole`` cut into rows over all processes of the job."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        if not hasattr(self, "_flat"):
-            self._flat = init_device_mesh(whole.device.type, (distributed.get_world_size(),))
-        return distribute_tensor(whole, self._flat, [Shard(0)], src_data_rank=None)
-
-
-UNDIVIDED = Layouts()
-"""The layouts of a model that no processes divide."""
 
 
 class DataModule:

@@ -24,7 +24,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kinformer.core.contract import ReadsSource
 from kinformer.core.model import modules_of
@@ -526,22 +525,3 @@ def check_shared(model: nn.Module, group: Group) -> None:
             f"{where}: a table with sparse gradients cannot be shared; train in one process, with `strategy` ddp on a "
             "CPU, or with `set` layers.N.feed_forward.sparse=false."
         )
-
-
-# Collectives with gradients among processes that share tokens (Shoeybi et al. 2019, Megatron-LM, section 3: f, g).
-
-
-def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
-    return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-
-
-def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
-    spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
-    return spread.redistribute(placements=[Replicate()]).to_local()

@@ -39,7 +39,6 @@ from kinformer.lab.training.checkpoint import (
 )
 from kinformer.lab.training.data_module import (
     PREDICTED,
-    UNDIVIDED,
     Batch,
     DataModule,
     Objective,
@@ -57,6 +56,7 @@ from kinformer.lab.training.distributed import (
     compile_units,
     wrapped,
 )
+from kinformer.lab.training.layouts import UNDIVIDED
 from kinformer.lab.training.logging import ENVIRONMENT_STEPS, Log, Metric, Result, Smoothing, TrainingProgress
 from kinformer.lab.training.optimisers import MovingAverage, Optimiser, finite, gather, mean_weights, replaced
 from kinformer.lab.training.settings import Settings

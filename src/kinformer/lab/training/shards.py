@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
-from kinformer.runtime.compiling import is_sharded
+from kinformer.runtime.compiling import is_sharded, local_part
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
@@ -124,7 +124,7 @@ def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
         if name in aliases:
             continue
         if is_sharded(tensor):
-            begin, local = _begin(tensor), _local(tensor)
+            begin, local = _begin(tensor), local_part(tensor)
             if begin is not None and (local.numel() or begin == 0):
                 rows[name] = local.detach(), begin
         else:
@@ -170,16 +170,12 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     owners: dict[tuple[int, torch.Size, torch.dtype], str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        local = _local(tensor)
+        local = local_part(tensor)
         if local.numel():
             owner = owners.setdefault((local.data_ptr(), tensor.shape, tensor.dtype), name)
             if owner != name:
                 aliases[name] = owner
     return aliases
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _begin(tensor: DTensor) -> int | None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, FollowsHeads, ReadsSource, RecomputesKV, undivided
@@ -31,8 +31,8 @@ from kinformer.core.model import StackedModel, modules_of
 from kinformer.core.parts import OutputProduct, ResidualOutput
 from kinformer.core.stack import Stack, share, sparse_tables, units_of
 from kinformer.core.state import State
-from kinformer.lab.training.data_module import Layouts, ObjectiveModule
-from kinformer.lab.training.distributed import copied, joined, summed
+from kinformer.lab.training.data_module import ObjectiveModule
+from kinformer.lab.training.layouts import Cut, Layouts
 from kinformer.runtime.errors import KinformerError
 
 # The division of a model's heads, hidden features and vocabulary into equal parts.
@@ -43,22 +43,6 @@ from kinformer.runtime.errors import KinformerError
 _FEED_FORWARDS = ("feed_forward", "first_feed_forward")
 _ENTERING = {"pre": "norm", "reordered": "norm", "gated": "norm", "sandwich": "inner_norm"}
 """The norm that stands before a sublayer, by the kind of its residual."""
-
-
-class Cut(NamedTuple):
-    """Where a tensor is cut: along ``dim``, every one of its ``blocks`` into equal parts."""
-
-    dim: int
-    blocks: tuple[int, ...]
-
-    def rows(self, part: int, parts: int) -> Tensor:
-        """Return the indices along ``dim`` that part number ``part`` takes, in its order."""
-        blocks = torch.arange(sum(self.blocks)).split(list(self.blocks))
-        return torch.cat([block.view(parts, -1)[part] for block in blocks])
-
-    def order(self, parts: int) -> Tensor:
-        """Return the indices along ``dim`` that the parts take, one part after the other."""
-        return torch.cat([self.rows(part, parts) for part in range(parts)])
 
 
 @dataclass
@@ -386,3 +370,22 @@ def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
                 spread = DTensor.from_local(parameter.detach().contiguous(), mesh, [placement], run_check=False)
                 made[parameter] = nn.Parameter(spread, requires_grad=parameter.requires_grad)
             module._parameters[key] = made[parameter]
+
+
+# Collectives with gradients among processes that share tokens (Shoeybi et al. 2019, Megatron-LM, section 3: f, g).
+
+
+def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
+    return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+
+def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
+    spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+    return spread.redistribute(placements=[Replicate()]).to_local()

@@ -1,0 +1,116 @@
+"""The operators in C compute what PyTorch's do, alone and in recorded steps."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import kinformer
+from kinformer.generation.native import NONE, attend, is_native, pack, product, unpack
+from kinformer.generation.session import Session
+from kinformer.generation.weights import as_weights
+from kinformer.generation.weights import pack as packed
+
+pytestmark = pytest.mark.skipif(not is_native(), reason="no C compiler is installed")
+EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 2), (40, 7), (131, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_packed_weights_are_unpacked(rows, columns, dtype):
+    matrix = torch.randn(rows, columns).mul(40).to(dtype)
+    assert torch.equal(unpack(pack(matrix), rows, columns), matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("joined", ["", "norm", "gated", "residual", "bias"])
+@pytest.mark.parametrize("rows", [0, 1, 3, 9])
+def test_a_product_with_what_stands_around_it(dtype, kind, joined, rows):
+    out, columns = 71, 301
+    matrix = torch.randn(out, columns).mul(40).to(kind)
+    scales = torch.rand(out).bfloat16() if kind == torch.int8 else NONE
+    x = torch.randn(rows, 1, columns * (2 if joined == "gated" else 1), dtype=dtype)
+    norm, bias, residual = torch.randn(columns, dtype=dtype), torch.randn(out), torch.randn(rows, 1, out, dtype=dtype)
+    wide, weight = x.double(), matrix.double() * (scales.double()[:, None] if kind == torch.int8 else 1)
+    if joined == "gated":
+        wide = functional.silu(wide[..., :columns]) * wide[..., columns:]
+    if joined == "norm":
+        wide = functional.rms_norm(wide, (columns,), norm.double(), 1e-5)
+    expected = wide @ weight.T + (bias if joined == "bias" else 0) + (residual if joined == "residual" else 0)
+    given = [norm if joined == "norm" else NONE, 1e-5, joined == "gated"]
+    some = [bias if joined == "bias" else NONE, residual if joined == "residual" else NONE]
+    y = product(x, pack(matrix), out, scales, *some, *given)
+    assert y.dtype == dtype and y.shape == (rows, 1, out)
+    limit = max(EXACT[dtype], 2e-4 if kind == torch.int8 else 0) * (float(expected.abs().max()) if rows else 1)
+    torch.testing.assert_close(y.double(), expected, atol=limit, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pairs", [True, False, None])
+@pytest.mark.parametrize(("heads", "groups", "width", "slots"), [(4, 4, 64, 200), (6, 2, 24, 3), (1, 1, 7, 1)])
+def test_attention_of_one_query_fills_the_last_slot(dtype, pairs, heads, groups, width, slots):
+    batch, turned = 3, width - width % 2 - 2 * (width > 8)
+    q, k, v = (
+        torch.randn(batch, 1, n, width + 5, dtype=dtype)[..., :width].transpose(1, 2) for n in (heads, groups, groups)
+    )
+    keys, values = (torch.randn(batch, groups, slots + 9, width, dtype=dtype)[:, :, 4 : 4 + slots] for _ in range(2))
+    angles = torch.randn(batch, 1, 1, turned // 2)
+    cos, sin = (NONE, NONE) if pairs is None else (angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def turn(x):
+        if pairs is None:
+            return x.double()
+        first, c, s = x[..., :turned].double(), cos.double(), sin.double()
+        a, b = (first[..., 0::2], first[..., 1::2]) if pairs else first.chunk(2, -1)
+        both = [a * c - b * s, a * s + b * c]
+        first = torch.stack(both, -1).flatten(-2) if pairs else torch.cat(both, -1)
+        return torch.cat([first, x[..., turned:].double()], -1)
+
+    all_keys, all_values = (
+        torch.cat([past[:, :, :-1].double(), new], 2) for past, new in ((keys, turn(k)), (values, v))
+    )
+    scores = 0.3 * turn(q).unflatten(1, (groups, -1)).squeeze(3) @ all_keys.mT
+    expected = (scores.softmax(-1) @ all_values.double()).flatten(1, 2)[:, :, None]
+    y = attend(q, k, v, cos, sin, keys, values, 0.3, bool(pairs))
+    torch.testing.assert_close(y.double(), expected, atol=3 * EXACT[dtype], rtol=0)
+    torch.testing.assert_close(keys.double(), all_keys, atol=2 * EXACT[dtype], rtol=EXACT[dtype])
+    assert torch.equal(values[:, :, -1:], v)
+
+
+def operators(session):
+    return [node.kind() for node in session._stepping.running.recording.function.graph.nodes()]
+
+
+@pytest.mark.parametrize(("weights", "limit"), [("fp32", 1e-5), ("bf16", 0.03), ("int8", 0.03)])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers.*.mixer.position.layout": "interleaved"},
+        {"layers.*.mixer.position.layout": "half", "layers.*.mixer.position.fraction": 0.5},
+        {"layers.*.mixer.projection.kind": "grouped", "layers.*.mixer.projection.num_kv_heads": 2},
+    ],
+)
+def test_recorded_steps_run_in_c_and_are_near_float64(weights, limit, batch, changes):
+    torch.manual_seed(0)
+    changes = changes | {
+        "head.tied": False,
+        "norm.kind": "rms_norm",
+        "layers.*.norm.kind": "rms_norm",
+        "layers.*.feed_forward.kind": "swiglu",
+    }
+    model = kinformer.build("rope", recipe="tiny", set=changes).eval()
+    exact, text = copy.deepcopy(model).double(), torch.randint(model.vocab_size, (batch, 9))
+    session = Session(packed(as_weights(model, weights)), batch, temperature=0, room=64)
+    session.feed(text)
+    for _ in range(6):
+        text = torch.cat([text, session.step()[:, None]], 1)
+    with torch.no_grad():
+        expected = exact(text[:, :-1])[0][:, -1]
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(session._logits.double(), expected, atol=limit * largest, rtol=0)
+    names = operators(session)
+    assert names.count("kinformer_step::attend") == len(model.stack.layers)
+    assert not {"aten::rms_norm", "aten::silu", "aten::scaled_dot_product_attention", "aten::cat"} & set(names)
