@@ -168,9 +168,9 @@ class Thresholds(NamedTuple):
     narrow_long: int
     set_pairs: int
     narrow_set_pairs: int
-    short_pairs: int
-    short_narrow_pairs: int
     where: str
+    short_pairs: int = 0
+    short_narrow_pairs: int = 0
 
 
 # Sizes at which the two implementations take equally long on the machine that ``where`` names.
@@ -204,8 +204,6 @@ TABLE = {
         narrow_long=0,
         set_pairs=0,
         narrow_set_pairs=0,
-        short_pairs=0,
-        short_narrow_pairs=0,
         where="not measured: torch's kernel wherever it has the mask",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -194,28 +195,26 @@ class _ByKernel(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         ctx.causal, ctx.scale = causal, scale
-        with few_rows(q.device, sink is None):
+        with few_rows(q.device) if sink is None else nullcontext():
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+                q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
             )
-        if sink is None:
-            ctx.save_for_backward(q, k, v, sink, mask, out, lse)
-            return out  # type: ignore[no-any-return]
-        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
-        lse = lse.to(state_dtype(q.dtype))
-        # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
-        lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
-        total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-        share = (lse - total).exp()[..., None].to(out.dtype)
-        out = out * share if mask is None else torch.where(share > 0, out * share, 0)
-        ctx.save_for_backward(q, k, v, sink, mask, out, total)
+        if sink is not None:
+            # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
+            lse = lse.to(state_dtype(q.dtype))
+            # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
+            lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
+            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+            share = (lse - total).exp()[..., None].to(out.dtype)
+            out, lse = out * share if mask is None else torch.where(share > 0, out * share, 0), total
+        ctx.save_for_backward(q, k, v, sink, mask, out, lse)
         return out
 
     @staticmethod
     @first_order(_NAME)
     def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, mask, out, total = saved
-        with few_rows(q.device, sink is None):
+        with few_rows(q.device) if sink is None else nullcontext():
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
             )
