@@ -314,7 +314,8 @@ class Multinomial(PredictedExit):
         return self.linear(at.x).argmax(-1)
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:
-        return oracle_loss(self.config, self.log_probabilities(seen.hidden), seen, progress)
+        log_q = self.log_probabilities(seen.hidden)
+        return cross_entropy(self.config, log_q, oracle(self.config, seen), seen.valid, progress)
 
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
@@ -372,7 +373,8 @@ class Geometric(ThresholdRule):
         return self._logits(at.x, at.number).sigmoid()
 
     def cost(self, seen: AllExits, progress: float) -> Tensor | None:
-        return oracle_loss(self.config, self.log_probabilities(seen.hidden), seen, progress)
+        log_q = self.log_probabilities(seen.hidden)
+        return cross_entropy(self.config, log_q, oracle(self.config, seen), seen.valid, progress)
 
     def log_probabilities(self, hidden: tuple[Tensor, ...]) -> Tensor:
         """Return ln q [batch, time, exits] from the hidden states at every exit, [batch, time, dim] each."""
@@ -385,11 +387,6 @@ class Geometric(ThresholdRule):
     def _logits(self, x: Tensor, number: int) -> Tensor:
         logits = self.linear(x)[..., number if self.config.per_exit else 0]
         return logits.to(state_dtype(logits.dtype))
-
-
-def oracle_loss(config: TokenOracleConfig, log_q: Tensor, seen: AllExits, progress: float) -> Tensor:
-    """Return alpha times the mean cross-entropy of ln q [batch, time, exits] with the oracle's exits, where valid."""
-    return cross_entropy(config, log_q, oracle(config, seen), seen.valid, progress)
 
 
 def cross_entropy(config: OracleConfig, log_q: Tensor, best: Tensor, valid: Tensor, progress: float) -> Tensor:

@@ -349,8 +349,6 @@ def grouped_products(x: Tensor, weight: Tensor, ends: Tensor, *, impl: GroupedIm
     ends: [groups] int32, the end of each group's rows. impl: "native" is PyTorch's grouped product, which does not take
     float64; "reference" gathers a matrix for every row; "auto" is "native" except in float64, and in forward mode and
     second derivatives of ``torch.func``.
-
-    Errors: ``KinformerError`` for an unknown impl.
     """
     if impl not in IMPLS:
         raise KinformerError(f"grouped products: impl is {impl!r}, expected one of {', '.join(IMPLS)}.")

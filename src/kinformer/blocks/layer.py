@@ -98,8 +98,6 @@ def tokenwise(config: FeedForwardConfig, dim: int) -> nn.Module:
 
 
 def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
-    """Return the branch of a decoder's mixer."""
-
     def run(x: Tensor, chunk: Chunk, state: State) -> tuple[Tensor, State]:
         y, state = apply_mixer(mixer, chunk._replace(x=x), state, residual)
         return residual.added(y), state
@@ -108,8 +106,6 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 
 
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
-    """Return the branch of an encoder's mixer."""
-
     def run(x: Tensor, text: SequenceContext, state: State) -> tuple[Tensor, State]:
         return residual.added(mixer(residual.enter(x), text)), state
 
@@ -226,7 +222,6 @@ class DecoderLayer(ChecksChunk, PartialOutput, Sublayers):
 
     @property
     def _residuals(self) -> tuple[Residual, ...]:
-        """Return the residuals of the mixers."""
         residuals = (self.mixer_residual, *self.further_residuals)
         return (*residuals, self.feed_forward_residual) if self._transition else residuals
 

@@ -29,7 +29,6 @@ from kinformer.runtime.plugins import KINFORMER, PARTS, package_of, require_pack
 find: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
 """Return the table, slot -> kind -> config class; the package replaces this function."""
 
-
 Kinds = Mapping[str, Mapping[str, type["Config"]]]
 _hints: Callable[[type], dict[str, object]] = cache(typing.get_type_hints)  # Python evaluates every type at each call
 

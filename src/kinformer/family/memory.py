@@ -91,7 +91,6 @@ def _compressive(segment: int, memory: int, compressed: int, rate: int = 2, **mo
 
 _COMPRESSIVE_RATES: Settings = {"lr": 3e-4, "beta2": 0.999, "min_lr_ratio": 1 / 300, "weight_decay": 0.0, "clip": 0.1}
 
-
 COMPRESSIVE = Member(
     name="compressive",
     title="Compressive Transformer",
@@ -456,6 +455,5 @@ GTRXL = Member(
         "paper": Recipe(256, 12, 8, _gtrxl(128, 512, head_dim=64)),
     },
 )
-
 
 MEMBERS = (TRANSFORMER_XL, COMPRESSIVE, MEMORIZING, KNN_LM, SPALM, PKM, TENSORIZED, SHA_RNN, GTRXL)

@@ -328,7 +328,6 @@ def _read_tokens(data: dict[str, Any], size: int, shared: bool) -> None:
 
 
 def _set(node: Any, keys: list[str], value: object) -> Any:
-    """Return ``node`` with ``value`` at the path ``keys``."""
     if not keys:
         return value
     key, *rest = keys

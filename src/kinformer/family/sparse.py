@@ -204,7 +204,6 @@ _IMAGE_TRANSFORMER: Settings = {
 
 
 def _blocks(block: int, **more: object) -> Settings:
-    """Return the settings of blocks of one dimension."""
     return {"mixer": part("softmax", pattern=part("image_1d", block=block, **more))}
 
 
@@ -223,7 +222,6 @@ def _pixels(height: int = 32, width: int = 32, block: tuple[int, int] | None = N
 
 
 def _colours(dim: int, depth: int, num_heads: int, blocks: Settings, **pixels: Any) -> Recipe:
-    """Return a recipe of pixels of colours, as published."""
     read: Settings = {"input": _pixels(**pixels), "position": "none"}
     return Recipe(dim, depth, num_heads, _IMAGE_TRANSFORMER, blocks, read)
 
@@ -548,6 +546,5 @@ DSA = Member(
         ),
     },
 )
-
 
 MEMBERS = (LOCAL, SPARSE_TRANSFORMER, IMAGE_TRANSFORMER, REFORMER, ROUTING, MOBA, NSA, DSA)

@@ -152,7 +152,6 @@ def _continued(
 def _done(
     running: _Running, row: int, search: Search, hypotheses: list[list[Hypothesis]], limits: Sequence[int]
 ) -> bool:
-    """Return whether the search of a sentence is done."""
     sentence = int(running.sentences[row])
     finished, limit, best = hypotheses[sentence], limits[sentence], float(running.scores[row, 0])
     if running.length > limit or len(finished) >= search.beam:

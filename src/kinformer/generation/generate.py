@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MOST_NEW = 256
 """How many tokens are drawn where no number is given."""
 
-
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[list[int], list[nn.Module]]] = WeakKeyDictionary()
 """The threads that evaluate a model, and the modules that return to training mode after the last of these threads."""
 _CHANGING = Lock()

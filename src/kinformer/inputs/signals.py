@@ -29,7 +29,6 @@ FLOOR = 1e-6
 LEAST_DEVIATION = 0.1
 PRIOR_FRAMES, PRIOR_MEAN, PRIOR_DEVIATION = 100, -6.0, 4.0
 
-
 CHARACTERS = "characters"
 """The unit of spelled transcripts: a symbol is a character, not a word."""
 

@@ -186,9 +186,8 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
     ) -> Tensor:
         """Return ``loss``; in training with the auxiliary losses and penalties that a run's trainer adds.
 
-        An auxiliary loss [batch] is a mean over the ``positions`` that were read.
-
-        Of several micro-batches in a step, each counts by its ``labels``, as in the loss of transformers.
+        An auxiliary loss [batch] is a mean over the ``positions`` that were read. Of several micro-batches in a step,
+        each counts by its ``labels``, as in the loss of transformers.
         """
         if not self.training:
             return loss

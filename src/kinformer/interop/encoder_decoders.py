@@ -126,7 +126,6 @@ OUTPUT, BIAS, TABLE = "lm_head.weight", "final_logits_bias", "relative_attention
 
 
 def _t5_keys(model: ConfigView, side: str) -> KeyMap:
-    """Return the key map of one side of T5."""
     gated = model["layers"][0]["feed_forward"]["kind"] != "mlp"
     last = 1 if side == "encoder" else 2
     inner = ("wi_0", "wi_1") if gated else ("wi",)
@@ -171,7 +170,6 @@ def _side_keys(side: str, *outside: Key, left_out: str = "") -> KeyMap:
 
 
 def _cross_keys(norm: str, query: str, keys: str, values: str, out: str) -> list[Key]:
-    """Return the keys of cross-attention."""
     return [
         key("further_residuals.0.norm", norm),
         key("further_mixers.0.query", query),
@@ -454,13 +452,5 @@ ARCHITECTURES = {
     "mt5": T5("mT5", "vanilla", "", MT5, lambda full: _t5(full.changed(scale_decoder_outputs=False)), names=T5_NAMES),
     "umt5": Umt5("UMT5", "vanilla", "", MT5, _umt5, names=T5_NAMES),
     "bart": Bart("BART", "vanilla", "", BART, _bart, required=BART_REQUIRED, names=SIDE_NAMES),
-    "mbart": Bart(
-        "mBART",
-        "vanilla",
-        "",
-        MBART,
-        partial(_bart, residual="pre"),
-        required={"tie_word_embeddings": True},
-        names=SIDE_NAMES,
-    ),
+    "mbart": Bart("mBART", "vanilla", "", MBART, partial(_bart, residual="pre"), required=TIED, names=SIDE_NAMES),
 }

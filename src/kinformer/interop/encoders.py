@@ -334,7 +334,6 @@ class TextEncoder(Architecture):
         return ["padding is known there by its id, which may stand nowhere else in a text"] if self.shifted else []
 
     def _head_keys(self, kind: str) -> tuple[Key, ...]:
-        """Return the keys of the head ``kind``."""
         per_token = (key("head.output", "qa_outputs" if kind == "span" else "classifier"),)
         return {"masked_language": self.language, "classification": self.classifier}.get(kind, per_token)
 
@@ -348,7 +347,6 @@ class TextEncoder(Architecture):
         return 1 + full.count("pad_token_id") if self.shifted else 0
 
     def _keys(self, model: ConfigView, full: Settings) -> KeyMap:
-        """Return the key map of our ``model`` with these settings."""
         position = key("position.table", POSITIONS, layout=behind(self._skipped(full)), tensors=("",))
         kind = model["head"]["kind"]
         return KeyMap(

@@ -241,7 +241,6 @@ DEEPSEEK_V3 = Table(DEEPSEEK | DEEPSEEK_EXPERTS).changed(
     rope_interleave=True,
 )
 
-
 GROUPED = "group_limited_greedy"
 LAYOUTS = ("half", "interleaved")
 

@@ -336,8 +336,6 @@ class Opt(Decoder):
 
 POSITIONS = "encoder.wpe.weight"
 UNTRAINED = re.compile(r"predict_(state|return)\.(weight|bias)")
-NO_TOKENS = r"wte\.weight"
-"""The table of ids, which a model of numbers does not read."""
 OF_STEPS = Table({name: DECISION[name] for name in ("hidden_size", "state_dim", "act_dim", "max_ep_len")})
 """The settings of Decision Transformer that GPT-2 does not have."""
 DECISION_KEYS = KeyMap(
@@ -354,9 +352,8 @@ DECISION_KEYS = KeyMap(
     layers="h",
     prefix="encoder.",
     beside=("embed_return", "embed_state", "embed_action", "embed_timestep", "embed_ln", "predict_action"),
-    left_out=re.compile(f"{NO_TOKENS}|{UNTRAINED.pattern}"),
+    left_out=re.compile(rf"wte\.weight|{UNTRAINED.pattern}"),  # a model of numbers reads no table of ids
 )
-
 
 NORMALISED = {"return_scale": 1.0, "state_mean": [], "state_std": []}
 """The settings of an input that takes plain values."""

@@ -411,7 +411,6 @@ def _sorted(x: Tensor, *, stable: bool, dim: int = -1, descending: bool = False)
 
 
 def _order(x: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = True) -> Tensor:
-    """Return the indices of a stable sort."""
     return _sorted(x, stable=stable, dim=dim, descending=descending)[1]
 
 

@@ -205,7 +205,6 @@ def _kernel(layer: ConfigView) -> tuple[int, dict[str, int]]:
 
 
 def _apart(blocks: str) -> tuple[Product, ...]:
-    """Return one product for each of the ``blocks``."""
     return tuple(Product(block) for block in blocks)
 
 

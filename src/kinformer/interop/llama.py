@@ -174,7 +174,6 @@ def _gemma3(full: Settings) -> ConfigData:
 
 
 def _gemma_score(full: Settings) -> ConfigData:
-    """Return the settings of the score from Gemma 2 on."""
     score: ConfigData = {"scale": full.positive("query_pre_attn_scalar") ** -0.5}
     if full["attn_logit_softcapping"] is None:
         return score

@@ -551,7 +551,6 @@ def _model_settings(
 
 
 def _projection(attention: Attention) -> ConfigData:
-    """Return the projection of ``attention`` as the data of a config."""
     bias = "q" in attention.biases
     projection: ConfigData = {"kind": "multi_head", "bias": bias}
     if attention.num_kv_heads != attention.num_heads:

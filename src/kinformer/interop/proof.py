@@ -130,7 +130,6 @@ class Theirs:
 
 Subject: TypeAlias = Plain | Theirs
 
-
 LENGTHS = (2, 3, 4, 6, 9, 13, 18, 24, 33, 48, 64)
 ROWS = 3
 LIMIT = 1e-4

@@ -107,8 +107,6 @@ QWEN3_NEXT = Table(
     mlp_only_layers=None,
 )
 OLMO = Table(LLAMA, layer_types=None, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True)
-OLMO_NORM_EPS = 1e-5
-"""Of the norm of heads behind the delta rule, which no setting of theirs changes."""
 MTP = "mtp."
 """What the names of weights that predict several tokens at once begin with; transformers leaves them out, too."""
 LEFT_OUT = re.compile(rf"{re.escape(MTP)}.*|.*rotary_emb\.inv_freq")
@@ -167,7 +165,7 @@ def _olmo(full: Settings) -> ConfigData:
     position: ConfigData = {"kind": "none"} if base is None else rope(full)
     full = _olmo_sizes(full)
     model = like_llama(full, normed=True, positions={FULL: position})
-    linear = delta(full, OLMO_NORM_EPS)
+    linear = delta(full, 1e-5)  # which no setting of theirs changes
     linear["negative_eigenvalues"] = full.switch("linear_allow_neg_eigval")
     for layer, kind in zip(model["layers"], kinds, strict=True):
         if kind == LINEAR:
@@ -280,7 +278,6 @@ def _write_kinds(model: ConfigView, kind: str, name: str) -> tuple[JsonObject, C
 
 
 def _write_qwen35(model: ConfigView) -> JsonObject:
-    """Return the settings of Qwen3.5."""
     settings = _write_hybrid(model)
     position = next(layer["mixer"]["position"] for layer in model["layers"] if layer["mixer"]["kind"] == "softmax")
     settings["rope_parameters"] |= {"partial_rotary_factor": position["fraction"]}

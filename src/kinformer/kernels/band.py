@@ -28,6 +28,7 @@ from kinformer.kernels.softmax import (
     keep,
     tile_size,
     unfilled,
+    unfilled_gradients,
 )
 from kinformer.runtime.autograd import Context, check_reverse, first_order, without_autocast
 from kinformer.runtime.compiling import spare_operators
@@ -389,10 +390,7 @@ def _backward(
     return dq.to(q.dtype).view(q.shape), dk.to(k.dtype).view(k.shape), dv.to(v.dtype).view(v.shape)
 
 
-@_backward.register_fake
-def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BandCall]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
-    return q, k, v
+_backward.register_fake(unfilled_gradients)
 
 
 def _save(ctx: Context, inputs: tuple[*BandCall], output: tuple[Tensor, Tensor]) -> None:

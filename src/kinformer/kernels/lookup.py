@@ -259,8 +259,6 @@ def look_up(q: Tensor, pieces: list[MemorySlice], search: Search) -> Tensor:
 
     Memories are counted from the first memory of the first piece; -1 stands for none. For "bucketed" the position of
     the first memory and the size of each piece are multiples of topk, and queries and keys have length 1 at most.
-
-    Raises KinformerError for an unknown ``kind`` or ``impl``.
     """
     if search.kind not in SEARCHES:
         raise KinformerError(f"memory: search is {search.kind!r}, expected one of {', '.join(SEARCHES)}.")

@@ -72,8 +72,6 @@ def lstm(
     valid: [batch, time] bool, a prefix of each row; outputs elsewhere are zero. reset: [batch, time] bool; a marked
     valid token begins a new sequence from zeros. All tensors are of one dtype, float32 or float64.
     impl: "native" is PyTorch's own, one call for any masks; "reference" is a loop over tokens; "auto" is "native".
-
-    Errors: ``KinformerError`` for an unknown impl.
     """
     if impl not in LSTM_IMPLS:
         raise KinformerError(f"lstm: impl={impl!r} is unknown; use one of {', '.join(LSTM_IMPLS)}.")

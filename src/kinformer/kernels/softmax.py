@@ -160,6 +160,12 @@ def unfilled(q: Tensor, _: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Te
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
+def unfilled_gradients(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors of the shapes of q, k and v, for a backward that takes four tensors before these."""
+    q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
+    return q, k, v
+
+
 def count_products(name: str, pairs: Callable[..., int], first: int) -> None:
     """Tell PyTorch's FLOP counter the products of the operator ``kinformer::<name>`` and of its backward: two for each
     pair of a query and a key, five in the backward. ``pairs`` takes the operator's arguments, which begin with q, k and
@@ -235,7 +241,6 @@ def query_positions(visibility: Visibility, q: Tensor, slots: int) -> Tensor:
 
 EPS = 1e-12
 """Added under the root of a modulus, whose gradient at 0 would be infinite."""
-
 
 MANY = 4
 """Up to this many distances a key a query meets every distance once; it meets few keys of many distances one by one."""

@@ -147,7 +147,6 @@ def _part(config: type[C], module: type[M], part: object, build: Callable[[C], M
 HIDES = -1000.0
 """A number of a mask that hides a key as -inf does: its exponential is 0 beside the exponential of any usual score."""
 
-
 _TORCH_NAMES = (
     "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "out_proj.weight",
     "out_proj.bias",

@@ -400,9 +400,8 @@ class Normalised(Projection):
         q = w_q * W_Q x / rms(W_Q x),    k = w_k * W_K x / rms(W_K x)
 
     Scores stay below the weights' product however large the stream grows, so a larger learning rate is borne. With
-    ``over = "heads"`` all heads together share one root mean square (OLMo 2, 2024; Dehghani et al. 2023,
-    ViT-22B). With ``over = "by_head"`` every head has its own weight (Lin et al. 2025, Forgetting Transformer,
-    Pro).
+    ``over = "heads"`` all heads together share one root mean square (OLMo 2, 2024; Dehghani et al. 2023, ViT-22B). With
+    ``over = "by_head"`` every head has its own weight (Lin et al. 2025, Forgetting Transformer, Pro).
 
     The heads of ``inner``, queries and keys normalised [batch, heads, time, head_dim] before positions turn them.
 

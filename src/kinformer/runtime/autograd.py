@@ -55,7 +55,6 @@ def autocast_together(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 Gradients = tuple[Tensor | None, ...]
 
-
 REMEDY = "build the mixer with impl='reference' for that"
 
 

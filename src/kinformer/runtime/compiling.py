@@ -107,11 +107,7 @@ class _ShapesOnly(TorchFunctionMode):
     """The mode in which tensors of the meta device are neither drawn nor scaled."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> object:
         if func not in _CHANGED:
             return func(*args, **(kwargs or {}))

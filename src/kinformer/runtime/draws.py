@@ -46,11 +46,7 @@ class _PrivateNumbers(TorchFunctionMode):
         return self._generators[device]
 
     def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> object:
         options = dict(kwargs or {})
         if func in _DRAWS and options.get("generator") is None:
@@ -61,7 +57,6 @@ class _PrivateNumbers(TorchFunctionMode):
 
 
 def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:
-    """Return the device on which a function draws."""
     if options.get("device") is not None:
         return torch.device(options["device"])
     tensors = (value for value in (*args, *options.values()) if isinstance(value, Tensor))

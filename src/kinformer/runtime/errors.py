@@ -53,7 +53,6 @@ RARE = (
 )  # fmt: skip
 """Rarely changed settings of training: the command line sets them by path (`set`), without flags."""
 
-
 FORMER = {"max_items": "first", "max_bytes": "first", "limit": "first", "lengths": "contexts"}
 """Former names of options, which still work, and the names of today."""
 

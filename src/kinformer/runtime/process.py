@@ -154,7 +154,6 @@ ONEDNN_FROM = 16**3
 FEW = 32
 """Number of rows below which a product is small at any width."""
 
-
 _EMULATED = emulates_bfloat16()  # found when imported, not while a graph is captured
 
 

@@ -181,9 +181,8 @@ def outcome(subject: Subject, module: nn.Module, how: How, plan: Plan, start: St
 
 
 def _weights(values: Tensor) -> Tensor:
-    return torch.cos(1.3 * torch.arange(values.numel(), dtype=torch.float64, device=values.device) + 0.7).view(
-        values.shape
-    )
+    numbers = torch.arange(values.numel(), dtype=torch.float64, device=values.device)
+    return torch.cos(1.3 * numbers + 0.7).view(values.shape)
 
 
 def project(state: State) -> Tensor:
@@ -545,7 +544,6 @@ def _reclaims(subject: Subject, module: nn.Module, start: object, kind: str) -> 
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Allowed error of all outputs together, relative to their norm: rounding of a few operations in each dtype."""
-
 
 CLOSE_AT_LARGE = {torch.float16: 0.05, torch.bfloat16: 0.3}
 """Allowed error of outputs of large tokens, relative to their norm."""

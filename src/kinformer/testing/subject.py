@@ -538,7 +538,7 @@ def state_size(subject: MixerSubject) -> None:
                 require(
                     got == want, f"state_bytes says {want} bytes after {length} tokens, {cut} of {dtype} keep {got}."
                 )
-    _check_growth(subject, subject.build())
+    _check_growth(subject.build())
 
 
 def _measured(
@@ -553,7 +553,7 @@ def _measured(
         yield length, nbytes(value(state)) // 2
 
 
-def _check_growth(subject: MixerSubject, module: CausalMixer) -> None:
+def _check_growth(module: CausalMixer) -> None:
     near, far, farther = (module.state_bytes(length) for length in (1, FAR, 2 * FAR))
     if module.growth == "linear":
         require(

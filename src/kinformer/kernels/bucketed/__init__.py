@@ -81,8 +81,7 @@ def bucketed_attention(
     """Return outputs [batch, heads, time, head_dim_v] and the log-sum-exps of the queries' scores [batch, heads, time].
 
     q: [batch, heads, time, head_dim], of the last ``time`` slots. k, v: [batch, heads, slots, head_dim], in the order
-    of
-        time. ``itself``: whether a token sees itself. A query that sees nothing has output 0 and log-sum-exp -inf.
+    of time. ``itself``: whether a token sees itself. A query that sees nothing has output 0 and log-sum-exp -inf.
     impl: "reference" (all pairs), "chunked" (work follows the pairs), or "auto", which is "chunked".
 
     Raises KinformerError for an unknown ``impl`` and for shapes that do not fit.
@@ -98,11 +97,8 @@ def bucketed_attention(
 
 def _validate(q: Tensor, k: Tensor, v: Tensor, membership: Membership) -> None:
     slots = k.shape[:3]
-    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]):
-        fits = False
-    else:
-        fits = slots == v.shape[:3] and 0 < q.shape[2] <= slots[2]
-    if not fits:
+    fits = q.dim() == k.dim() == v.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not (fits and slots == v.shape[:3] and 0 < q.shape[2] <= slots[2]):
         raise KinformerError(
             f"bucketed_attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit; pass [batch, "
             "heads, time, head_dim] and [batch, heads, slots, head_dim], with slots of the past and of all queries."

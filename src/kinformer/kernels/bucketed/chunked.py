@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kinformer.core.contract import Chunk, advance, positions_of, real_resets, state_dtype
-from kinformer.kernels.softmax import Attended, tile_size, unfilled
+from kinformer.kernels.softmax import Attended, tile_size, unfilled, unfilled_gradients
 from kinformer.runtime.autograd import Context, autocast_together, check_reverse, first_order, no_autocast
 from kinformer.runtime.compiling import spare_operators
 
@@ -385,10 +385,7 @@ def _gradients(one: _Round, grad: Tensor, tops: Tensor, deltas: Tensor) -> tuple
     return dq, dk, dv
 
 
-@_backward.register_fake
-def _(*arguments: *tuple[Tensor, Tensor, Tensor, Tensor, *BucketedCall]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.new_empty(x.shape) for x in arguments[4:7])
-    return q, k, v
+_backward.register_fake(unfilled_gradients)
 
 
 def _save(ctx: Context, inputs: tuple[*BucketedCall], output: tuple[Tensor, Tensor]) -> None:

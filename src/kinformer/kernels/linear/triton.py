@@ -47,7 +47,6 @@ _Sequence = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor 
 _Saved = tuple[*_Sequence, bool, bool]
 _SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor s, Tensor z, Tensor? log_decay, Tensor? reset, Tensor? retained"
 
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
