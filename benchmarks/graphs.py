@@ -2,7 +2,6 @@
 
     generate     kinformer.generate (recorded steps)
     onnxruntime  the graph of `export --format onnx`, as docs/howto/onnxruntime.md runs it
-    package      kinformer.generate by a package of `export --format aoti` (needs a C++ compiler)
 
 Every causal member of tokens, recipe tiny, is exported as ONNX, or the reason why not is reported. The gate: logits of
 a prompt of 31 tokens and of 69 single ones, of two sequences, equal the model's. Some members are also timed at
@@ -26,8 +25,8 @@ from common import Contestant, arguments, gate_equal, interleave, prepare, save,
 from kinformer.core.model import CausalModel
 from kinformer.family.build import configure
 from kinformer.family.table import members
-from kinformer.generation.recording import PackagedStep, leaves_of, recordings_of
-from kinformer.interop.graphs import ONNX_FILE, OnnxModel, load_package
+from kinformer.generation.recording import leaves_of
+from kinformer.interop.graphs import ONNX_FILE, OnnxModel
 from kinformer.lab.runs.exporting import export_graph
 from kinformer.lab.runs.run import Run, save_weights
 from kinformer.lab.tasks.table import task_of
@@ -35,7 +34,7 @@ from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import read_json, write_json
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {"tiny": ("tiny", {}), "4 x 256": ("benchmark", {})}
-PACKAGED = ("gpt", "local", "linear-transformer", "gated-deltanet")
+LARGER = ("gpt", "local", "linear-transformer", "gated-deltanet")
 PROMPT, NEW = 64, 64
 GATE = 1e-4
 
@@ -57,15 +56,15 @@ def run_of(member: str, shape: str, folder: Path) -> Run:
     return run
 
 
-def make(member: str, shape: str, format: str, folder: Path) -> tuple[Run, Path, dict[str, Any]]:
+def make(member: str, shape: str, folder: Path) -> tuple[Run, Path, dict[str, Any]]:
     """The run, its export, and what is known of it: how long it took, or why it is none."""
     place = folder / shape.replace(" ", "") / member
-    run, out, facts = run_of(member, shape, place / "run"), place / format, place / f"{format}.json"
+    run, out, facts = run_of(member, shape, place / "run"), place / "onnx", place / "onnx.json"
     if not facts.exists():
         shutil.rmtree(out, ignore_errors=True)
         begun = time.perf_counter()
         try:
-            export_graph(run, out, format, lambda sentence: None)
+            export_graph(run, out, "onnx", lambda sentence: None)
             known: dict[str, Any] = {"seconds to make": time.perf_counter() - begun}
         except KinformerError as error:
             known = {"refused": str(error).removeprefix(f"{run.folder}: ")}
@@ -102,7 +101,7 @@ def by_generate(model: Any, prompt: torch.Tensor) -> list[int]:
 def ways_of(member: str, shape: str, folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What is reported of each way, and the functions that generate."""
     prompt = torch.randint(256, (1, PROMPT), generator=torch.Generator().manual_seed(2))
-    run, out, known = make(member, shape, "onnx", folder)
+    run, out, known = make(member, shape, folder)
     model = run.model()
     rows: list[dict[str, Any]] = [{"way": "generate"}, {"way": "onnxruntime", **known}]
     ways: dict[str, Any] = {"generate": partial(by_generate, model, prompt)}
@@ -111,14 +110,6 @@ def ways_of(member: str, shape: str, folder: Path) -> tuple[list[dict[str, Any]]
         rows[1]["gap"] = gate(member, model, graph)
         rows[1]["operators"] = operators(out / ONNX_FILE)
         ways["onnxruntime"] = partial(by_onnxruntime, graph, prompt.numpy())
-    if member in PACKAGED and shape != "tiny":
-        run, out, known = make(member, shape, "aoti", folder)
-        rows.append({"way": "package", **known})
-        if "refused" not in known:
-            facts, packaged = read_json(out / "graph.json"), run.model()
-            step = load_package(out / facts["file"], facts)
-            recordings_of(packaged).keep(PackagedStep(step, leaves_of(packaged), packaged))
-            ways["package"] = partial(by_generate, packaged, prompt)
     expected = by_generate(model, prompt)
     for way, generate in ways.items():
         assert generate() == expected, f"{member}, {shape}: {way} generates other tokens"
@@ -142,12 +133,11 @@ def main() -> None:
     configs = [(one.name, configure(one.name, "tiny", None)) for one in members()]
     folder, rounds = Path(options.folder), options.rounds or (3 if options.quick else 7)
     tokens = [name for name, config in configs if config.protocol is CausalModel and config.input.kind == "tokens"]
-    cases = [(name, "tiny") for name in tokens] + [(name, "4 x 256") for name in PACKAGED]
+    cases = [(name, "tiny") for name in tokens] + [(name, "4 x 256") for name in LARGER]
     rows: list[dict[str, Any]] = []
     for member, shape in cases:
         if options.make_only:
-            formats = ("onnx", "aoti") if shape != "tiny" else ("onnx",)
-            print(member, shape, [make(member, shape, format, folder)[2] for format in formats], flush=True)
+            print(member, shape, make(member, shape, folder)[2], flush=True)
             continue
         made, ways = ways_of(member, shape, folder)
         timed = [Contestant(way, generate) for way, generate in ways.items()]

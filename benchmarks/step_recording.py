@@ -2,6 +2,7 @@
 
     in Python    the step as the model makes it, into a reserved state
     recorded     the same, written down once (generation/recording.py)
+    in C         recorded from packed weights, with operators in C (generation/native.py; needs a C compiler)
     exported     torch.export's graph of the step, run as a module; slots are joined, for graphs return what they change
     AOTInductor  the same graph compiled ahead of time to C++ (needs a C++ compiler)
 
@@ -28,6 +29,7 @@ from common import Contestant, arguments, gate_equal, interleave, prepare, save,
 from kinformer.core.state import reserve
 from kinformer.family.build import configure
 from kinformer.generation.recording import logits_after, record
+from kinformer.generation.weights import pack
 from kinformer.runtime.compiling import trusted_arguments
 
 MEMBERS, LENGTHS = ("linear-transformer", "gpt"), (64, 512)
@@ -84,6 +86,12 @@ def recorded(model: nn.Module, tokens: Tensor, length: int) -> Step:
     return step
 
 
+def in_c(model: nn.Module, tokens: Tensor, length: int) -> Step:
+    if (packed := pack(model)) is model:
+        raise RuntimeError("there is no C compiler")
+    return recorded(packed, tokens, length)
+
+
 def program(model: nn.Module, tokens: Tensor, length: int) -> tuple[torch.export.ExportedProgram, list[Tensor]]:
     """torch.export's graph of the step, at any number of past slots, and the leaves of the state.
 
@@ -127,6 +135,7 @@ def aot_inductor(model: nn.Module, tokens: Tensor, length: int) -> Step:
 WAYS: dict[str, Make] = {
     "in Python": in_python,
     "recorded": recorded,
+    "in C": in_c,
     "exported": exported,
     "AOTInductor": aot_inductor,
 }

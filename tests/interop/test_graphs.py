@@ -1,7 +1,6 @@
-"""Graphs without Python: an ONNX file computes the run's logits and state, and a package is used, or refused."""
+"""Graphs without Python: an ONNX file computes the run's logits and state."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -9,15 +8,12 @@ import torch
 
 import kinformer
 from kinformer.family.build import configure
-from kinformer.generation.recording import Leaf, leaves_of, recordings_of, use_package
+from kinformer.generation.recording import Leaf, leaves_of
 from kinformer.interop import graphs
-from kinformer.interop.graphs import PACKAGE_FILE, FlatStep, captured
+from kinformer.interop.graphs import FlatStep, captured
 from kinformer.lab.cli.main import main
-from kinformer.lab.runs.exporting import attach_package
-from kinformer.lab.runs.run import open_run, save_weights
 from kinformer.runtime.compiling import substitute, substituting
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import checksum, signed
 from tests.interop.test_export import saved_run
 
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
@@ -129,81 +125,6 @@ def test_graphs_of_early_exits_and_of_halting_are_the_models(member):
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("member", ["gpt", "local", "linear-transformer"])
-def test_sessions_step_by_a_package(member):
-    torch.manual_seed(0)
-    model = configure(member, "tiny", 256).build().eval()
-    prompt = torch.randint(256, (1, 9))
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3}
-    want = kinformer.generate(model, prompt, **options)
-    flat, calls = FlatStep(model, {}), []
-
-    def step(*tensors):
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        calls.append(len(tensors))
-        return list(flat(*tensors))
-
-    recordings_of(model).clear()
-    use_package(model, step, flat.leaves)
-    assert torch.equal(kinformer.generate(model, prompt, **options), want)
-    assert len(calls) == 59, "the last token is not absorbed"
-    kinformer.generate(model, prompt.repeat(2, 1), **options)
-    assert len(calls) == 59, "a package of one sequence steps no batch"
-    with torch.no_grad():
-        next(model.parameters()).mul_(1.5)
-    kinformer.generate(model, prompt, **options)
-    assert len(calls) == 59, "the model has changed"
-
-
-def packaged(folder, run, **changes):
-    """A folder as ``export`` writes it, whose package is a file of no meaning."""
-    folder.mkdir()
-    (folder / PACKAGE_FILE).write_bytes(b"code")
-    model = kinformer.load(run)
-    facts = {"schema": 1, "format": "aoti", "weights": open_run(run).weights_digest(), "file": PACKAGE_FILE}
-    facts |= {"sha256": checksum(folder / PACKAGE_FILE), "machine": graphs.machine()}
-    facts |= {"state": [leaf.facts for leaf in leaves_of(model)]} | changes
-    (folder / "graph.json").write_text(json.dumps(signed(facts)))
-    return folder
-
-
-def test_a_package_is_loaded_or_refused_in_a_sentence(tmp_path, monkeypatch):
-    run = saved_run("linear-transformer", tmp_path / "run")
-    loaded = []
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", loaded.append)
-    good = packaged(tmp_path / "good", run)
-    model = kinformer.load(run)
-    attach_package(open_run(run), model, good)
-    assert loaded == [str(good / PACKAGE_FILE)] and len(recordings_of(model)) == 1
-    (good / PACKAGE_FILE).write_bytes(b"other code")
-    cases = {
-        "checksum differs": good,
-        "format onnx": packaged(tmp_path / "onnx", run, format="onnx"),
-        "another version": packaged(tmp_path / "new", run, schema=2),
-        "holds no graph.json": tmp_path / "run",
-        "was made for torch 1.0": packaged(tmp_path / "old", run, machine={"torch": "1.0"}),
-    }
-    for words, folder in cases.items():
-        with pytest.raises(KinformerError, match=words):
-            attach_package(open_run(run), model, folder)
-    altered = json.loads((good / "graph.json").read_text()) | {"weights": "0"}
-    (good / "graph.json").write_text(json.dumps(altered))
-    with pytest.raises(KinformerError, match="has been altered"):
-        attach_package(open_run(run), model, good)
-    assert len(loaded) == 1
-
-
-def test_a_package_of_other_weights_is_refused(tmp_path, capsys):
-    run = saved_run("linear-transformer", tmp_path / "run")
-    folder = packaged(tmp_path / "package", run)
-    save_weights(run, configure("linear-transformer", "tiny", 256).build().state_dict())
-    command = ["generate", str(run), "--prompt", "a", "--package", str(folder)]
-    assert main(command) == 2
-    assert "has other weights" in capsys.readouterr().err
-    assert main([*command, "--samples", "2"]) == 2
-    assert "does not go with --package" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "member, options, words",
     [
@@ -217,7 +138,7 @@ def test_a_package_of_other_weights_is_refused(tmp_path, capsys):
         ),
         (
             "memorizing",
-            {"format": "aoti"},
+            {"format": "onnx"},
             r"'memorizing' cannot be in a graph.*\(it evicts and searches memories\); export",
         ),
         ("tensorized", {"format": "onnx"}, "depend on .* on the host, so that a graph"),
@@ -257,9 +178,6 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(KinformerError, match=r"needs onnxscript; pip install 'kinformer\[onnx\]'"):
         kinformer.export(run, tmp_path / "out", format="onnx")
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(KinformerError, match="needs a C\\+\\+ compiler"):
-        kinformer.export(run, tmp_path / "out", format="aoti")
 
 
 def test_a_substitute_stands_in_within_its_context_alone():

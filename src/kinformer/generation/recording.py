@@ -1,8 +1,7 @@
-"""Steps of generation without Python: recorded once and then run, or from a package of machine code.
+"""Steps of generation without Python: recorded once and then run.
 
 The first part is the tape of operators, the second the recordings that a model stores, the third the recording of a
-step, the fourth the leaves of a state by name, and the fifth the step of a package. ``benchmarks/step_recording.py``
-measures what recordings gain.
+step, and the fourth the leaves of a state by name. ``benchmarks/step_recording.py`` measures what recordings gain.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.model import CausalModel, Model
-from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors, value
+from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.generation import native
 from kinformer.generation.fusing import Fusion
 from kinformer.generation.native import is_native
@@ -492,9 +491,9 @@ class Unchanged:
 #
 # The first recorded step must also agree with the model's step.
 #
-# ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.65 to 0.71 of the time
+# ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.55 to 0.64 of the time
 # of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
-# graph is as slow as Python, and AOTInductor's step needs 22 to 68 s and a C++ compiler to make, where a recording
+# graph is as slow as Python, and AOTInductor's step takes tens of seconds and a C++ compiler to make, where a recording
 # takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
 # PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
 
@@ -801,20 +800,6 @@ class Leaf:
         shape = [size if isinstance(size, int) else sizes[size] for size in self.shape]
         return torch.zeros(shape, dtype=getattr(torch, self.dtype))
 
-    def accepts(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` has the dtype and all sizes except the open axes."""
-        sizes = zip(tensor.shape, self.shape, strict=False)
-        fits = all(isinstance(expected, str) or size == expected for size, expected in sizes)
-        return fits and tensor.dim() == len(self.shape) and str(tensor.dtype) == f"torch.{self.dtype}"
-
-    def filled(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor``, with zeros before its slots where a window has more."""
-        slots = self.shape[_SLOTS] if tensor.dim() == len(self.shape) > _SLOTS else PAST
-        if isinstance(slots, int) and (missing := slots - tensor.shape[_SLOTS]) > 0:
-            before = tensor.new_zeros(*tensor.shape[:_SLOTS], missing, *tensor.shape[_SLOTS + 1 :])
-            return torch.cat([before, tensor], dim=_SLOTS)
-        return tensor.clone(memory_format=torch.contiguous_format)
-
 
 def named_leaves(state: State, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a state with the paths to them, as in ``layers.0.0.k``, in order."""
@@ -861,58 +846,3 @@ def _leaf(name: str, first: Tensor, now: Tensor, then: Tensor) -> Leaf:
     if irregular or PAST in shape[:_SLOTS] + shape[_SLOTS + 1 :]:
         raise KinformerError(f"the state's {name} grows other than by a slot for every token.")
     return Leaf(name, str(first.dtype).removeprefix("torch."), tuple(shape))
-
-
-# The step of a model from a package of machine code, in place of a recorded step.
-#
-# A session finds it among the recordings of its model, so prompts, sampling and stops work as in any session.
-
-Package = Callable[..., list[Tensor]]
-
-
-class PackagedStep:
-    """The ``step`` (token [1, 1], leaves) -> [logits, leaves] of a model; ``leaves`` describe its states' leaves."""
-
-    def __init__(self, step: Package, leaves: Sequence[Leaf], model: nn.Module) -> None:
-        self.run, self.leaves = step, leaves
-        self.holds = Unchanged([model]).holds
-
-    def begin(self, state: State) -> PackagedSteps | None:
-        """Return steps from ``state`` on; None for a state of several sequences, or on another device than a CPU."""
-        state = value(state)
-        held = list(tensors(state))
-        if len(held) != len(self.leaves) or any(x.device.type != "cpu" or x.shape[0] != 1 for x in held):
-            return None
-        filled = [leaf.filled(tensor) for leaf, tensor in zip(self.leaves, held, strict=True)]
-        if not all(leaf.accepts(tensor) for leaf, tensor in zip(self.leaves, filled, strict=True)):
-            return None
-        return PackagedSteps(self, state, filled)
-
-
-class PackagedSteps:
-    """A :class:`PackagedStep` at work, and the leaves of the state that it steps."""
-
-    def __init__(self, packaged: PackagedStep, like: object, leaves: list[Tensor]) -> None:
-        self._packaged, self._like, self._leaves = packaged, like, leaves
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether the model is unchanged."""
-        return self._packaged.holds()
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [1, vocab] after ``tokens`` [1, 1], which the state absorbs."""
-        logits, *leaves = self._packaged.run(tokens.contiguous(), *self._leaves)
-        # A package assumes the strides that it was compiled for and does not check them.
-        self._leaves = [leaf.contiguous() for leaf in leaves]
-        return logits[:, -1]
-
-    def release(self) -> State:
-        """Return the state, for steps in Python."""
-        return unflattened(self._like, self._leaves)
-
-
-def use_package(model: nn.Module, step: Package, leaves: Sequence[Leaf]) -> None:
-    """Let sessions of ``model`` step by ``step``."""
-    with torch.inference_mode():
-        recordings_of(model).keep(PackagedStep(step, leaves, model))  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ from torch.nn import functional
 from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.generation import native
 from kinformer.generation.native import is_native
-from kinformer.generation.recording import PackagedStep, Unchanged, recordings_of
+from kinformer.generation.recording import Unchanged
 from kinformer.generation.session import LONG
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import emulates_bfloat16, product_dtype
@@ -319,14 +319,13 @@ class InferenceCopies(dict[str | None, tuple[Unchanged, nn.Module]]):
 
 
 def inference_copy(model: Model, steps: int, weights: str | None = None) -> Model:
-    """Return a copy of ``model`` to draw ``steps`` tokens; on a GPU and for few steps, ``model``
-    itself.
+    """Return a copy of ``model`` to draw ``steps`` tokens; on a GPU and for few steps, ``model`` itself.
 
     ``weights``: the type of its weights (:func:`as_weights`), None for the model's. The model stores the copies for
     the next calls, until a call finds that it has changed. A copy has the bytes of the packed or narrow weights and
     shares the others. With hooks the model itself draws.
     """
-    if not isinstance(model, nn.Module) or any(isinstance(step, PackagedStep) for step in recordings_of(model)):
+    if not isinstance(model, nn.Module):
         return model
     copies: InferenceCopies = vars(model).setdefault("_inference_copies", InferenceCopies())
     for key, (unchanged, copied) in list(copies.items()):  # other threads may change them

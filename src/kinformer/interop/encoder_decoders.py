@@ -438,6 +438,7 @@ READS_FEATURES = re.compile(r".*(embedding|qkv|query|key_value|up)\.weight")
 MAKES_FEATURES = re.compile(r".*(out|down|norm)\.(weight|bias)")
 """The weights whose columns are features of hidden states, and the weights whose rows are."""
 BART_REQUIRED = {"tie_word_embeddings": True, "normalize_before": False, "add_final_layer_norm": False}
+TIED = {"tie_word_embeddings": True}
 MBART = BART.changed(decoder_start_token_id=None)
 
 

@@ -1,26 +1,20 @@
-"""Causal models as graphs without Python: an ONNX file, or a package that PyTorch's AOTInductor compiles.
+"""Causal models as graphs without Python: an ONNX file.
 
 A graph is a function of flat tensors: tokens and the leaves of a state go in, logits and the leaves behind the tokens
-come out. Both formats are made of the program that ``torch.export`` captures.
+come out. The graph is made of the program that ``torch.export`` captures.
 
 The ONNX graph is one for prompts and steps, with any batch, any time and any number of past slots. Kernel attention
 becomes ``LinearAttention`` and ``CausalConvWithState`` of opset 27, an LSTM ``LSTM``; everything else is operators of
 ``torch.export``. Attention is dense in the graph: a pattern is a mask.
-
-The package is machine code for the step of one token, with the weights. It runs without a compiler, on the kind of
-processor and with the version of PyTorch that it was made on. It checks no argument, so its callers do.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import platform
 import re
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +33,6 @@ from kinformer.interop.proof import gap as relative_gap
 from kinformer.runtime.compiling import HostDriven, Operator, substituting, trusted_arguments
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import checksum
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -85,17 +78,15 @@ def require_graphable(config: ModelConfig) -> None:
         )
 
 
-def captured(step: FlatStep, rows: int | None = None, tokens: int | None = None) -> torch.export.ExportedProgram:
-    """Return the graph of ``step``; ``rows`` and ``tokens`` are its batch and time; None for any.
+def captured(step: FlatStep) -> torch.export.ExportedProgram:
+    """Return the graph of ``step``, of any batch and time.
 
     Errors: ``KinformerError`` for a model that cannot be a graph, with the reason.
     """
     _require_no_host(step.model)
-    names = {name for name, size in ((BATCH, rows), (TIME, tokens)) if size is None}
-    names |= {PAST for leaf in step.leaves if leaf.grows}
+    names = {BATCH, TIME} | {PAST for leaf in step.leaves if leaf.grows}
     open_axes = {name: torch.export.Dim(name, min=int(name != PAST)) for name in names}
-    batch, time = rows or ROWS, tokens or TOKENS
-    examples = (torch.zeros(batch, time, dtype=torch.int64), *(leaf.zeros(batch, SLOTS) for leaf in step.leaves))
+    examples = (torch.zeros(ROWS, TOKENS, dtype=torch.int64), *(leaf.zeros(ROWS, SLOTS) for leaf in step.leaves))
     shapes = ((BATCH, TIME), *(leaf.shape for leaf in step.leaves))
     dynamic = [{axis: open_axes[name] for axis, name in enumerate(shape) if name in open_axes} for shape in shapes]
     try:
@@ -438,67 +429,3 @@ WRITTEN_OTHERWISE = {
     torch.ops.aten.argsort.default: _order,
 }
 """Operators of PyTorch that the converter lacks, to what stands in for them."""
-
-
-# Packages of AOTInductor.
-
-PACKAGE_FILE = "model.pt2"
-COMPILERS = ("g++", "clang++", "c++")
-Step = Callable[..., list[Tensor]]
-
-
-def require_compiler() -> None:
-    """Raise where no C++ compiler is installed, which making a package takes and running one does not."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
-    if not any(map(shutil.which, names)):
-        raise KinformerError(
-            f"`format` aoti: needs a C++ compiler, but {' or '.join(names)} is not installed here; install g++, or "
-            "export on another machine with this kind of processor."
-        )
-
-
-def machine() -> dict[str, str]:
-    """Return the machine that a package is for: PyTorch's version, the processor, and its vector instructions."""
-    return {
-        "torch": torch.__version__,
-        "processor": platform.machine(),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def write_package(model: CausalModel, folder: Path) -> dict[str, Any]:
-    """Compile the step of ``model`` for one sequence into ``folder``; return the facts of the file.
-
-    Errors: ``KinformerError`` for a model that cannot be a graph, and where the compiler fails.
-    """
-    step = FlatStep(model, {})
-    program = captured(step, rows=1, tokens=1)
-    try:
-        with without_notes():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(folder / PACKAGE_FILE))
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise KinformerError(f"AOTInductor cannot compile this model; it says: {lines[0]}") from error
-    return {
-        "file": PACKAGE_FILE,
-        "sha256": checksum(folder / PACKAGE_FILE),
-        "machine": machine(),
-        "state": [leaf.facts for leaf in step.leaves],
-    }
-
-
-def load_package(path: Path, facts: Mapping[str, Any]) -> Step:
-    """Return the step (token [1, 1], leaves) -> [logits, leaves] of the package at ``path``, which has these ``facts``.
-
-    Errors: ``KinformerError`` for another file, and for a package of another machine.
-    """
-    current = machine()
-    for name, made_for in facts["machine"].items():
-        if current.get(name) != made_for:
-            raise KinformerError(
-                f"{path}: was made for {name} {made_for}, but here is {current.get(name)}; export the run again, here."
-            )
-    if checksum(path) != facts["sha256"]:
-        raise KinformerError(f"{path}: is not the file that was exported (its checksum differs); export the run again.")
-    loaded: Step = torch._inductor.aoti_load_package(str(path))
-    return loaded

@@ -544,8 +544,7 @@ def export(
 
     run: the folder of a run; a graph needs a run whose model continues tokens.
     out: the folder to write, which must be new or empty.
-    format: "hf" (transformers), "onnx" (one graph for prompts and steps), or "aoti" (a step compiled for this
-        processor, for ``package`` of ``kinformer generate``).
+    format: "hf" (transformers) or "onnx" (one graph for prompts and steps).
     dtype: the type of the weights in the folder: "float32", "bfloat16" or "float16".
     max_shard_size: the largest size of a file of weights, such as "500MB" or a number of bytes.
     adapter: of a run trained with ``lora``, write its low-rank updates alone, as an adapter for the library PEFT.

@@ -52,14 +52,13 @@ class Export(UsingRun):
     of code that imports kinformer.
 
     A graph takes and returns tokens and the state. The format onnx is one file for prompts and steps, which onnxruntime
-    runs without kinformer or PyTorch. The format aoti is a step that PyTorch compiles for this processor; generate
-    takes it by --package.
+    runs without kinformer or PyTorch.
     """
 
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """The folder to write, which must be new or empty."""
-    format: Literal["hf", "onnx", "aoti"] = "hf"
-    """What to write: a folder for transformers, an ONNX file, or a compiled step."""
+    format: Literal["hf", "onnx"] = "hf"
+    """What to write: a folder for transformers, or an ONNX file."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of the weights in the folder."""
     max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "5GB"

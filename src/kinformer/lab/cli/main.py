@@ -167,7 +167,7 @@ COMMANDS = {
     ),
     "export": Command(
         "exchange:Export",
-        "Write a run as a folder that transformers loads, an ONNX file or a compiled step.",
+        "Write a run as a folder that transformers loads, or an ONNX file.",
         "kinformer export runs/book --out exported/book",
     ),
     "verify": Command(

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from kinformer.core.config import to_dict
 from kinformer.core.model import CausalModel, SourceModel, WholeModel
 from kinformer.family.table import member as member_called
-from kinformer.generation.recording import Leaf, use_package
 from kinformer.interop import graphs
 from kinformer.interop.architecture import Padding
 from kinformer.interop.settings import TOKENIZER, labels_of
@@ -38,31 +37,24 @@ from kinformer.lab.training.checkpoint import best_of, best_weights
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, choose, marked, nearest, plural, require_path, spelled
 from kinformer.runtime.files import (
-    read_json,
-    reading,
-    require_file,
-    require_signature,
     require_weights,
     save_tensors,
     signed,
     write_json,
 )
-from kinformer.runtime.parsing import JsonObject
 
-# A run as a graph without Python: a folder with an ONNX file or a compiled package, and with ``graph.json`` beside it.
+# A run as a graph without Python: a folder with an ONNX file, and with ``graph.json`` beside it.
 #
 # ``graph.json`` has the keys ``schema``, ``kinformer``, ``format``, ``member``, ``weights`` (the digest of the run's
 # weights), ``tokenizer`` ("bytes", or the file in the folder), ``vocab_size``, ``max_length`` (null: unlimited),
 # ``file`` (of the model) and ``state``: ``name``, ``dtype`` and ``shape`` of every leaf, in order. A new sequence
-# begins with zeros of these shapes, where "batch" is the number of sequences and "past" is 0. An ONNX graph also has
-# ``opset``, ``inputs`` and ``outputs``; a package has ``sha256`` and the ``machine`` for which it was compiled.
+# begins with zeros of these shapes, where "batch" is the number of sequences and "past" is 0. There are also ``opset``,
+# ``inputs`` and ``outputs``.
 
 GRAPH = "graph.json"
 SCHEMA = 1
 FORMATS = {
     "onnx": "the folder is one ONNX graph for prompts and steps, which onnxruntime runs without kinformer or PyTorch.",
-    "aoti": "the folder is a package of one step, which AOTInductor compiles for this processor; this takes a minute "
-    "or so, and `package` of generate uses it.",
 }
 """The formats of a graph, each with the sentence about its folder."""
 
@@ -71,14 +63,14 @@ FORMATS = {
 class ExportedGraph:
     """An exported graph: its ``folder``, ``format`` and ``file``, and the names of the ``leaves`` of the state.
     ``difference`` is the largest difference between the logits of onnxruntime and of the model, as a share of the
-    largest logit; None for a package, which the export does not run."""
+    largest logit."""
 
     folder: Path
     format: str
     file: str
     leaves: tuple[str, ...]
     parameters: int
-    difference: float | None
+    difference: float
 
     @property
     def facts(self) -> dict[str, object]:
@@ -92,21 +84,18 @@ def export_graph(run: Run, out: Path, format: str, announce: Callable[[str], obj
 
     Errors: ``KinformerError`` for a model that cannot become a graph, and for missing packages.
     """
-    (graphs.require_packages if format == "onnx" else graphs.require_compiler)()
+    graphs.require_packages()
     try:
         graphs.require_graphable(run.config)
     except KinformerError as error:
         raise KinformerError(f"{run.folder}: {error}") from None
     require_new(out)
     announce(FORMATS[format])
-    model, difference = run.model(), None
+    model = run.model()
     facts = _facts(run, model, format)
     with appearing(out) as place:
         try:
-            if format == "onnx":
-                described, difference = graphs.write_onnx(model, place, facts)
-            else:
-                described = graphs.write_package(model, place)
+            described, difference = graphs.write_onnx(model, place, facts)
         except KinformerError as error:
             raise KinformerError(f"{run.folder}: {error}") from error
         if facts["tokenizer"] == TOKENIZER:
@@ -131,31 +120,6 @@ def _facts(run: Run, model: CausalModel, format: str) -> dict[str, object]:
         "vocab_size": model.vocab_size,
         "max_length": model.max_length,
     }
-
-
-def attach_package(run: Run, model: nn.Module, folder: str | Path) -> None:
-    """Let sessions of ``model``, the model of ``run``, compute their steps by the package in ``folder``.
-
-    Errors: ``KinformerError`` for a folder without a package, and for a package of other weights or another machine.
-    """
-    folder = Path(folder)
-    path = folder / GRAPH
-    if not path.is_file():
-        raise KinformerError(
-            f"`package` {folder}: holds no {GRAPH}; give a folder that kinformer export wrote with `format` aoti."
-        )
-    facts: JsonObject = read_json(path)
-    require_signature(facts, path, required=True)
-    with reading(path):
-        if facts["format"] != "aoti":
-            raise KinformerError(f"`package` {folder}: is of the format {facts['format']}; export with `format` aoti.")
-        if facts["schema"] != SCHEMA or not {"file", "weights", "machine", "sha256", "state"} <= set(facts):
-            raise KinformerError(f"{path}: is by another version of kinformer; export the run again.")
-        require_file(folder / facts["file"])
-    if facts["weights"] != run.weights_digest():
-        raise KinformerError(f"`package` {folder}: has other weights than {run.folder} now; export the run again.")
-    step = graphs.load_package(folder / facts["file"], facts)
-    use_package(model, step, [Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in facts["state"]])
 
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

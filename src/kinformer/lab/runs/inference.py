@@ -143,7 +143,7 @@ def _with_steps(evaluation: Evaluation, taken: PonderRecorder) -> Evaluation:
     )
 
 
-# Generation with a trained run, its draft model, and its compiled package.
+# Generation with a trained run and its draft model.
 
 
 def generate(
@@ -199,16 +199,6 @@ def _prepared(run: Run, options: GenerateOptions) -> tuple[LoadedRun, Any]:
     device = options.prepare(options.seed)
     model = as_weights(run.model(options.set).to(device), options.weights)
     packed = model if run.task.generation.prompt == "lines" else pack(model)
-    if options.package is not None:
-        from kinformer.lab.runs.exporting import attach_package
-
-        changed = {"set": bool(options.set), "samples": options.samples > 1, "weights": options.weights != "fp32"}
-        if names := [name for name, differs in (changed | {"device": device.type != "cpu"}).items() if differs]:
-            raise KinformerError(
-                f"{marked(names[0])}: does not go with `package`, which holds one sequence's step with the run's "
-                "weights in float32, for a CPU; leave one of both out."
-            )
-        attach_package(run, packed, options.package)
     model = attach_store(run, packed, open_run, options, options.samples)
     beside = language_model_of(task_options, device)
     return LoadedRun(run, model, draft=_draft(run, options, device), language_model=beside), options

@@ -304,8 +304,6 @@ class GenerateOptions(StoreOptions, GenerationSettings, RunOptions):
 
     weights: Weights = "fp32"
     """Type of the weights in memory; int8 has one scale for each row of a matrix."""
-    package: str | None = None
-    """Step by the package in this folder, which kinformer export wrote with its format aoti."""
     draft: str | None = None
     """Guess tokens and draw several at once: ngram (looked up in the text), mtp (`set` ahead), or a run's folder."""
 
