@@ -4,7 +4,7 @@
     attention in tiles    short causal rows as long ones are attended to (kernels/attention)
 
 All are trained from the same weights on the same rows, in turns, in processor time, which other work of the machine
-does not count in. The first losses are equal to 0.1 %, or they are not timed.
+is not counted in. The first losses are equal to 0.1 %, or they are not timed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from kinformer.runtime.files import default_cache
 from kinformer.runtime.process import processor
 
 LANES = 16
-"""Rows of a span: the rows of weights that are stored side by side."""
+"""Rows of weights that are stored side by side."""
 _OPTIONS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -shared -fPIC"
 _DEFINED = torch.library.Library("kinformer_step", "DEF")
 _TENSORS = "Tensor scales, Tensor bias, Tensor residual, Tensor norm"
@@ -44,7 +44,7 @@ _DEFINED.define(f"product(Tensor x, Tensor w, int out, {_TENSORS}, float eps, bo
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values"
 _DEFINED.define(f"attend({_TENSORS}, float scale, bool pairs) -> Tensor")
 NONE = torch.empty(0)
-"""An argument that is absent."""
+"""The value of a tensor argument that a call leaves out."""
 product, attend = torch.ops.kinformer_step.product.default, torch.ops.kinformer_step.attend.default
 
 

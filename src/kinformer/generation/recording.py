@@ -498,8 +498,8 @@ class Unchanged:
 # PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
 
 _NEAR = 1e-3
-"""The largest difference between the logits of a recorded step and the model's, relative to the largest logit; four
-roundings in bfloat16, where operators that are one in C round once."""
+"""The largest difference between the logits of a recorded step and the model's, relative to the largest logit. In
+bfloat16 it is four roundings, because an operator in C rounds once where PyTorch's operators round several times."""
 
 
 Step = Callable[[Tensor, State], tuple[tuple[Tensor, ...], State]]

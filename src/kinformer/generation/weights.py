@@ -12,9 +12,8 @@ The matrices of experts and their routers, the vectors of product-key memories, 
 (:class:`UnpackedLinear`) keep the model's dtype.
 
 Products of few rows run in C (:mod:`kinformer.generation.native`): weights are widened as they are read, inputs are
-not rounded, and sums are float32. Products of more rows, as of a prompt, are PyTorch's; those of 8-bit weights take
-bfloat16 where the processor multiplies it. Without a C compiler PyTorch's product of 8-bit weights takes and gives
-bfloat16.
+not rounded, and sums are float32. PyTorch multiplies more rows, such as a prompt's; with 8-bit weights it multiplies
+in bfloat16 if the processor can. Without a C compiler PyTorch's product of 8-bit weights takes and gives bfloat16.
 
 bf16 converts the model, inputs and states included. On x86 without AVX-512 and bfloat16 its products are emulated.
 There only the weights have 16 bits if the products run in C; inputs, sums and states are float32.
@@ -46,7 +45,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FEW = 16
 """Rows up to which a product reads narrow or packed weights on a CPU; for more, it makes a wide matrix first."""
 MULTIPLE = 32
-"""The numbers of columns that PyTorch's product of 8-bit weights takes are multiples of this number."""
+"""PyTorch's product of 8-bit weights takes matrices with a multiple of this number of columns."""
 
 
 class NarrowWeight(Tensor):
@@ -285,8 +284,8 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def pack(model: Model) -> Model:
-    """Return a copy of ``model`` for generation, its linear products packed; or ``model`` itself if :func:`can_pack` is
-    False or it has no linear product.
+    """Return a copy of ``model`` for generation with packed linear products. If :func:`can_pack` is False, or the model
+    has no linear product, return ``model`` itself.
 
     The copy is for inference; it cannot be trained or saved, and it shares all weights with ``model`` that are not
     packed. Chunks of any length still work.

@@ -272,7 +272,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor, and a tensor that is not sharded as it is."""
+    """Return this process's shard of a sharded tensor; any other tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 

@@ -335,7 +335,7 @@ def _renamed(data: Any, place: str = "") -> Any:
 
 
 IN_ALL_SEEDS = ("spec", "set", "settings", "lr", "parameters")
-"""The fields that are the same where an entrant was trained again with another seed."""
+"""The fields that two trainings of one entrant with different seeds share."""
 
 
 def merged(comparisons: list[tuple[Path, Comparison]]) -> Comparison:
