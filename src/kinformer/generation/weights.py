@@ -43,10 +43,10 @@ from kinformer.runtime.process import emulates_bfloat16, product_dtype
 Model = TypeVar("Model", bound=nn.Module)
 
 FEW = 64
-"""Rows up to which the operator in C multiplies. For 16 to 64 rows it takes 0.3 to 0.95 of the time of PyTorch's product
-with a matrix that is unpacked first: 768 x 256 and 4096 x 768, float32 and bfloat16, AMD EPYC (Zen 4), torch 2.13."""
+"""Rows up to which the operator in C multiplies. For 16 to 64 rows it takes 0.3 to 0.95 of the time of unpacking the
+matrix and PyTorch's product: 768 x 256 and 4096 x 768, float32 and bfloat16, AMD EPYC (Zen 4), torch 2.13."""
 FEW_IN_PYTORCH, MULTIPLE = 16, 32
-"""The rows up to which PyTorch's product of 8-bit weights is used, and the number whose multiples its columns must be."""
+"""PyTorch's product of 8-bit weights is used for at most so many rows; its columns are a multiple of the second."""
 
 
 class NarrowWeight(Tensor):
