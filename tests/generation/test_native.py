@@ -11,6 +11,7 @@ from kinformer.generation.native import NONE, attend, is_native, pack, product, 
 from kinformer.generation.session import Session
 from kinformer.generation.weights import as_weights
 from kinformer.generation.weights import pack as packed
+from kinformer.kernels import attention
 
 pytestmark = pytest.mark.skipif(not is_native(), reason="no C compiler is installed")
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -114,3 +115,15 @@ def test_recorded_steps_run_in_c_and_are_near_float64(weights, limit, batch, cha
     names = operators(session)
     assert names.count("kinformer_step::attend") == len(model.stack.layers)
     assert not {"aten::rms_norm", "aten::silu", "aten::scaled_dot_product_attention", "aten::cat"} & set(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_with_room_for_many_slots_are_recorded(dtype):
+    """PyTorch's kernel and ours take the same time at some length; a recorded step runs in C at every length."""
+    model = packed(kinformer.build("rope", recipe="tiny").eval().to(dtype))
+    room = attention.TABLE["other"].few_keys // model.config.dim + 64
+    session = Session(model, 1, temperature=0, room=room)
+    session.feed(torch.randint(model.vocab_size, (1, 9)))
+    for _ in range(4):
+        session.step()
+    assert operators(session).count("kinformer_step::attend") == len(model.stack.layers)

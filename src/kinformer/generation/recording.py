@@ -28,6 +28,7 @@ from kinformer.generation import native
 from kinformer.generation.fusing import Fusion
 from kinformer.generation.native import is_native
 from kinformer.runtime.autograd import autocast_dtype
+from kinformer.runtime.compiling import substituting
 from kinformer.runtime.errors import KinformerError
 
 # A tape of a step: the operators that the model calls, with their arguments, and this list as a function.
@@ -699,7 +700,9 @@ def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     views = [view for part in parts for view in part.buffers]
     inputs = (tokens, *views, *_leaves(opened))
     tape = Tape(inputs)
-    with tape, _WatchedReads():
+    # Attention of one query is recorded as PyTorch's kernel, which the operator in C then replaces.
+    in_c = {"attend": native.attend} if is_native() else {}
+    with tape, _WatchedReads(), substituting(in_c):
         outputs, after = step(tokens, opened)
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 

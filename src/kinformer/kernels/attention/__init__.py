@@ -44,7 +44,7 @@ from kinformer.kernels.softmax import (
     with_sink,
 )
 from kinformer.runtime.autograd import autocast_together, differentiated_again, no_autocast, transformed
-from kinformer.runtime.compiling import has_triton
+from kinformer.runtime.compiling import has_triton, substitute
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.runtime.process import ONEDNN_FROM, by_onednn, is_command, processor_class
 
@@ -151,9 +151,9 @@ class Thresholds(NamedTuple):
     """The sizes from which PyTorch's kernel is the faster one on a device.
 
     It starts in a few microseconds where the tiles take hundreds, which decides small calls: of one query in less than
-    ``few_heads`` heads of all rows (which stay as many while the past grows, so that steps can be recorded) with keys
-    of less than ``few_keys`` elements, of less than ``few_pairs`` pairs in a head, or, in types below 32 bits, of at
-    most ``few_narrow_pairs`` in all heads, for its products gain little there. From ``long`` queries on, or
+    ``few_heads`` heads of all rows with keys of less than ``few_keys`` elements in float32, of less than ``few_pairs``
+    pairs in a head, or, in types below 32 bits, of at most ``few_narrow_pairs`` in all heads, for its products gain
+    little there. From ``long`` queries on, or
     ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
     products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
     ``narrow_set_pairs``. Where a command may choose the products, PyTorch's kernel in float32 is the fastest for causal
@@ -280,11 +280,14 @@ def choose_impl(
         return "chunked" if _slow_to_begin(q, k) and pairs < limit else "sdpa"
     if pattern.band is None or visibility.key_padding_mask is not None:
         return "chunked"
-    if by_onednn(q) and q.element_size() >= 4:
+    if time == 1 and substitute("attend"):
+        # A step that is being recorded: the operator in C replaces PyTorch's kernel, for any number of past slots.
+        few = q.shape[0] * q.shape[1] < table.few_heads
+    elif by_onednn(q) and q.element_size() >= 4:
         few = not _slow_to_begin(q, k)
     elif time == 1:
-        # A generation step: counts that stay the same while the past grows, so that a recorded step keeps its choice.
         few = q.shape[0] * q.shape[1] < table.few_heads and k.numel() < table.few_keys
+        few = few and (q.element_size() >= 4 or q.device.type != "cpu")
     elif q.element_size() < 4:
         few = q.shape[0] * q.shape[1] * pairs <= table.few_narrow_pairs
         few = few and not _short(q, k, visibility, scoring, width)
