@@ -229,3 +229,14 @@ def test_refused(name, config, change, message, pairs, tmp_path):
     with pytest.raises(KinformerError, match=message) as refusal:
         kinformer.import_checkpoint(folder, tmp_path / "run")
     assert str(folder) in str(refusal.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_head_for_classes_is_refused_by_name(name, tmp_path):
+    import transformers
+
+    prefix, settings = KINDS[name]
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    getattr(transformers, f"{prefix}ForSequenceClassification")(config).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(KinformerError, match=r"a head for classes; of \w+ only a model that writes texts"):
+        kinformer.import_checkpoint(tmp_path / "theirs", tmp_path / "run")

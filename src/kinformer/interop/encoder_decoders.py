@@ -283,6 +283,11 @@ class EncoderDecoder(Architecture):
         return name
 
     def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
+        if any(name.startswith("classification_head.") for name in tensors):
+            raise KinformerError(
+                f"{folder}: has a head for classes; of {self.title} only a model that writes texts can be imported "
+                "(ForConditionalGeneration)."
+            )
         parts: dict[str, dict[str, Tensor]] = {"encoder": {}, "decoder": {}}
         tables: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
