@@ -109,20 +109,20 @@ static inline float exponential(float x) {  // relative error 2e-7; a loop over 
 #define SECOND(x) ((Floats)(*(const Words *)(x) & 0xffff0000))
 #define ITSELF(x) (x)
 
-// The products [r][s] of R inputs x [n] and S spans (with PARTS > 1 of one input and one span, which is read in its
-// order, as memory is read fastest) of LANES rows of weights. A span is stored column by column, with 16
-// and 8 bits two columns at a time.
+// The products [r][s] of R inputs x [n] and S spans, each of LANES rows of weights. A span is stored column by column, in
+// 16 and 8 bits two columns at a time. PARTS > 1 is for one input and one span: it reads the span in the order of memory,
+// which is the fastest, and adds PARTS sums side by side.
 #define MULTIPLY(NAME, TYPE, STEP, ONE, OTHER, R, S, PARTS) \
     static void NAME(const void *weights, const float *x, int64_t n, Floats *out) { \
-        Floats sums[R][S] = {0}, parts[R][PARTS] = {0}; \
+        Floats sums[R][S] = {0}, parts[PARTS] = {0}; \
         int64_t first = 0; \
         for (; PARTS > 1 && first + PARTS * STEP <= n; first += PARTS * STEP) \
             for (int part = 0; part < PARTS; part++) { \
                 const TYPE *at = (const TYPE *)weights + (first + part * STEP) * LANES; \
-                parts[0][part] += ONE(at) * x[first + part * STEP]; \
-                if (STEP == 2) parts[0][part] += OTHER(at) * x[first + part * STEP + 1]; \
+                parts[part] += ONE(at) * x[first + part * STEP]; \
+                if (STEP == 2) parts[part] += OTHER(at) * x[first + part * STEP + 1]; \
             } \
-        for (int part = 0; part < PARTS; part++) sums[0][0] += parts[0][part]; \
+        for (int part = 0; part < PARTS; part++) sums[0][0] += parts[part]; \
         for (int64_t k = first; k < n; k += STEP) \
             for (int s = 0; s < S; s++) { \
                 const TYPE *at = (const TYPE *)weights + (s * n + k) * LANES; \

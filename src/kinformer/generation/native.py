@@ -5,12 +5,6 @@ in 16 and 8 bits, and each of the small operators around them takes microseconds
 compiles the file once for the processor at hand, in a second; the library stays in the user's cache. Where no compiler
 is installed, PyTorch's own operators are used.
 
-Microseconds of a product of 1 and of 8 rows, AMD EPYC (family 25, Zen 4), one thread, torch 2.13, weights in the cache:
-
-                 float32 here    oneDNN      bfloat16 here   oneDNN     8 bits here    PyTorch
-    256 x 768        13, 49      26, 46          10, 47      20, 30        12, 46      12, 54
-    768 x 4096     193, 764    212, 689         96, 584    108, 260      128, 541    451, 1038
-
 ``benchmarks/llama_cpp.py`` keeps them: with PyTorch's own operators a token took 1.9 to 4.4 times as long as in
 llama.cpp in 16 and 8 bits, and with these it takes what ``llama_cpp.json`` says. Delete both files when PyTorch's
 operators take at most 1.2 times as long.
@@ -39,10 +33,14 @@ LANES = 16
 """Rows of weights that are stored side by side."""
 _OPTIONS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -shared -fPIC"
 _DEFINED = torch.library.Library("kinformer_step", "DEF")
-_TENSORS = "Tensor scales, Tensor bias, Tensor residual, Tensor norm"
-_DEFINED.define(f"product(Tensor x, Tensor w, int out, {_TENSORS}, float eps, bool gated) -> Tensor")
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values"
-_DEFINED.define(f"attend({_TENSORS}, float scale, bool pairs) -> Tensor")
+_DEFINED.define(
+    "product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias, Tensor residual, Tensor norm, float eps, "
+    "bool gated) -> Tensor"
+)
+_DEFINED.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, float scale, "
+    "bool pairs) -> Tensor"
+)
 NONE = torch.empty(0)
 """The value of a tensor argument that a call leaves out."""
 product, attend = torch.ops.kinformer_step.product.default, torch.ops.kinformer_step.attend.default

@@ -277,8 +277,11 @@ def simplify(
     refs = [same.get(ref, ref) for ref in outputs]
     if is_native():
         captured.append(native.NONE)
-        tensors = lambda ref: tape.tensor(ref) if ref.number >= 0 else captured[-1 - ref.number]  # noqa: E731
-        shorter = Fusion(shorter, refs, tensors, Ref(-len(captured))).calls()
+
+        def tensor_of(ref: Ref) -> Tensor:
+            return tape.tensor(ref) if ref.number >= 0 else captured[-1 - ref.number]
+
+        shorter = Fusion(shorter, refs, tensor_of, Ref(-len(captured))).calls()
     needed, used = set(refs), []
     for call in reversed(shorter):
         wanted = any(Ref(number) in needed for number in call.results)

@@ -11,9 +11,11 @@ Weights in 16 and 8 bits take less memory, and products of few rows read fewer b
 The matrices of experts and their routers, the vectors of product-key memories, and matrices that a mixer reads itself
 (:class:`UnpackedLinear`) keep the model's dtype.
 
-Products of few rows run in C (:mod:`kinformer.generation.native`): weights are widened as they are read, inputs are
-not rounded, and sums are float32. PyTorch multiplies more rows, such as a prompt's; with 8-bit weights it multiplies
-in bfloat16 if the processor can. Without a C compiler PyTorch's product of 8-bit weights takes and gives bfloat16.
+Products of few rows run in C (:mod:`kinformer.generation.native`): weights are widened as they are read, and sums are
+float32. Inputs are not rounded, except that a processor with VNNI multiplies 8-bit weights by inputs of 16 bits, which
+share one scale in each block of 512 columns. PyTorch multiplies more rows, such as a prompt's. With 8-bit weights it
+multiplies in bfloat16 if the processor can. Without a C compiler PyTorch's product of 8-bit weights takes and gives
+bfloat16.
 
 bf16 converts the model, inputs and states included. On x86 without AVX-512 and bfloat16 its products are emulated.
 There only the weights have 16 bits if the products run in C; inputs, sums and states are float32.
@@ -43,14 +45,14 @@ from kinformer.runtime.process import emulates_bfloat16, product_dtype
 Model = TypeVar("Model", bound=nn.Module)
 
 FEW = 64
-"""Rows up to which the operator in C multiplies. For 16 to 64 rows it takes 0.3 to 0.95 of the time of unpacking the
-matrix and PyTorch's product: 768 x 256 and 4096 x 768, float32 and bfloat16, AMD EPYC (Zen 4), torch 2.13."""
+"""Rows up to which the operator in C multiplies. For more rows the matrix is unpacked for PyTorch's product, which then
+takes more time than unpacking."""
 FEW_IN_PYTORCH, MULTIPLE = 16, 32
 """PyTorch's product of 8-bit weights is used for at most so many rows; its columns are a multiple of the second."""
 
 
 class NarrowWeight(Tensor):
-    """A matrix [rows, columns] of few bits in place of a weight of ``dtype``; it does not change and has no gradient.
+    """A constant matrix [rows, columns] of few bits in place of a weight of ``dtype``. It has no gradient.
 
     A linear product and an embedding read the narrow numbers. Every other operation reads the whole matrix in
     ``dtype``. ``matrix``: the numbers, int8 with ``scales`` [rows], or bfloat16 with None; ``packed``: the same for the
@@ -285,8 +287,8 @@ def can_pack(model: nn.Module) -> bool:
 
 
 def pack(model: Model) -> Model:
-    """Return a copy of ``model`` for generation with packed linear products. If :func:`can_pack` is False, or the model
-    has no linear product, return ``model`` itself.
+    """Return a copy of ``model`` for generation with packed linear products. Return ``model`` itself if it has none, or
+    if :func:`can_pack` is False.
 
     The copy is for inference; it cannot be trained or saved, and it shares all weights with ``model`` that are not
     packed. Chunks of any length still work.

@@ -281,7 +281,8 @@ def choose_impl(
     if pattern.band is None or visibility.key_padding_mask is not None:
         return "chunked"
     if time == 1 and substitute("attend"):
-        # A step that is being recorded: the operator in C replaces PyTorch's kernel, for any number of past slots.
+        # While a step is recorded, its calls of PyTorch's kernel stand for the operator in C, which is the faster one
+        # at any number of past slots (``generation.fusing``).
         few = q.shape[0] * q.shape[1] < table.few_heads
     elif by_onednn(q) and q.element_size() >= 4:
         few = not _slow_to_begin(q, k)

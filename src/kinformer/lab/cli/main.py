@@ -8,7 +8,6 @@ reader of the output was closed.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 import traceback
@@ -239,7 +238,7 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         print(f"example:\n  {command.example}")
         return 0
     try:
-        _check_members(options)
+        _check_members(name, options)
         with (
             printing_notes(options.quiet),
             set_up(command.computes, is_command, name != "serve"),
@@ -253,17 +252,17 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
         return status
 
 
-def _check_members(options: Any) -> None:
+def _check_members(command: str, options: Any) -> None:
     """Refuse an unknown member before PyTorch is imported, which takes seconds."""
     from kinformer.family.table import member
+    from kinformer.lab.comparison.options import parse_spec
 
     name = getattr(options, "member", "")  # show and estimate also take the folder of a run
     if name and "/" not in name and not os.path.isdir(name) and not getattr(options, "resume", False):
         member(name)
-    for spec in getattr(options, "members", ()):
-        for part in spec.rpartition("=")[2].split(","):
-            if re.fullmatch(r"[\w-]+", name := part.partition(":")[0]):
-                member(name)
+    if not getattr(options, "merge", ()):  # with which compare takes files
+        for spec in getattr(options, "members", ()):
+            (parse_spec if command == "compare" else member)(spec)  # compare takes hybrids and names of entrants, too
 
 
 def _help(words: list[str], is_command: bool) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from kinformer.family.table import member
 from kinformer.lab.runs.options import LearningOptions, Machine
 from kinformer.lab.training.settings import OptimizerName, Precision
-from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above
+from kinformer.runtime.errors import KinformerError, choose, marked, require, require_above, require_kind
 from kinformer.runtime.parsing import parse_counts
 
 HYBRID = "hybrid=gated-deltanet:3,rope:1"
@@ -198,6 +199,29 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
         return tuple(parse_counts(text))
     except ValueError:
         raise KinformerError(f"{flag} {text}: is not a list of whole numbers; write as in 128,512 or 1k,4k.") from None
+
+
+_SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
+
+
+def parse_spec(spec: str) -> tuple[str, str, tuple[tuple[str, int], ...]]:
+    """Return the name of the entrant ``spec``, its members as written, and each member with its number of layers."""
+    require_kind("member", spec, str)
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        examples = "gpt, wide=gpt, or a hybrid as in linear-transformer:3,gpt:1"
+        raise KinformerError(f"{spec}: is not a member; write as in {examples}.")
+    parts = []
+    for part in match["parts"].split(","):
+        name, _, count = part.partition(":")
+        if count and not int(count):
+            raise KinformerError(f"{spec}: {name} has 0 layers of the cycle; give 1 or more, or leave it out.")
+        parts.append((member(name).name, int(count or 1)))
+    if len(parts) == 1 and ":" in match["parts"]:
+        raise KinformerError(f"{spec}: is a ratio of one member; name another, as in {spec},gpt:1.")
+    if len({member(name).causal for name, _ in parts}) > 1:
+        raise KinformerError(f"{spec}: mixes causal members with such as read whole texts; choose of one kind.")
+    return match["name"] or match["parts"], match["parts"], tuple(parts)
 
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:

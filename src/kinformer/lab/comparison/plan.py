@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.family.build import configure, storable
 from kinformer.family.kinds import kinds
 from kinformer.family.table import member
-from kinformer.lab.comparison.options import CompareOptions
+from kinformer.lab.comparison.options import CompareOptions, parse_spec
 from kinformer.lab.comparison.record import EntrantRecord, FactSheet, Measurement, key_of
 from kinformer.lab.data import FileTokenizer
 from kinformer.lab.estimation.estimate import state_bytes
@@ -38,7 +37,7 @@ from kinformer.lab.tasks.table import task_for
 from kinformer.lab.tasks.task import Task, TrainingPlan
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.compiling import unallocated
-from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, plural, require_kind
+from kinformer.runtime.errors import KinformerError, memory_sentence, nearest, plural
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
 
@@ -47,7 +46,6 @@ from kinformer.runtime.progress import note
 TOLERANCE = 0.05
 STATE_LENGTHS = (128, 256, 1024, 4096, 16384, 65536)
 GRAIN, FINE, NARROWEST, WIDEST = 16, 4, 16, 1 << 14
-_SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<parts>[\w-]+(?::\d+)?(?:,[\w-]+(?::\d+)?)*)")
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
     def owner_of(path: str) -> str:
         return path.rpartition(":")[0]
 
-    parsed = [_parsed(spec) for spec in specs]
+    parsed = [Entrant(*parse_spec(spec)) for spec in specs]
     names = [entrant.name for entrant in parsed]
     for name in names:
         if names.count(name) > 1:
@@ -109,25 +107,6 @@ def entrants(specs: Sequence[str], changes: Mapping[str, object]) -> list[Entran
         return {path.rpartition(":")[2]: value for path, value in changes.items() if owner_of(path) in ("", name)}
 
     return [replace(entrant, changes=changes_of(entrant.name)) for entrant in parsed]
-
-
-def _parsed(spec: str) -> Entrant:
-    require_kind("member", spec, str)
-    match = _SPEC.fullmatch(spec)
-    if match is None:
-        examples = "gpt, wide=gpt, or a hybrid as in linear-transformer:3,gpt:1"
-        raise KinformerError(f"{spec}: is not a member; write as in {examples}.")
-    parts = []
-    for part in match["parts"].split(","):
-        name, _, count = part.partition(":")
-        if count and not int(count):
-            raise KinformerError(f"{spec}: {name} has 0 layers of the cycle; give 1 or more, or leave it out.")
-        parts.append((member(name).name, int(count or 1)))
-    if len(parts) == 1 and ":" in match["parts"]:
-        raise KinformerError(f"{spec}: is a ratio of one member; name another, as in {spec},gpt:1.")
-    if len({member(name).causal for name, _ in parts}) > 1:
-        raise KinformerError(f"{spec}: mixes causal members with such as read whole texts; choose of one kind.")
-    return Entrant(match["name"] or match["parts"], match["parts"], tuple(parts))
 
 
 def parameters_of(config: ModelConfig) -> int:
