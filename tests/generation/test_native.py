@@ -118,12 +118,14 @@ def test_recorded_steps_run_in_c_and_are_near_float64(weights, limit, batch, cha
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_with_room_for_many_slots_are_recorded(dtype):
-    """PyTorch's kernel and ours take the same time at some length; a recorded step runs in C at every length."""
+@pytest.mark.parametrize("more", ["slots", "rows"])
+def test_steps_of_many_slots_and_rows_are_recorded(dtype, more):
+    """PyTorch's kernel and ours take the same time at some size; a recorded step runs in C at every size."""
     model = packed(kinformer.build("rope", recipe="tiny").eval().to(dtype))
-    room = attention.TABLE["other"].few_keys // model.config.dim + 64
-    session = Session(model, 1, temperature=0, room=room)
-    session.feed(torch.randint(model.vocab_size, (1, 9)))
+    table = attention.TABLE["other"]
+    room, batch = (table.few_keys // model.config.dim + 64, 1) if more == "slots" else (64, table.few_heads)
+    session = Session(model, batch, temperature=0, room=room)
+    session.feed(torch.randint(model.vocab_size, (batch, 9)))
     for _ in range(4):
         session.step()
     assert operators(session).count("kinformer_step::attend") == len(model.stack.layers)
