@@ -1,12 +1,14 @@
 """The operators in C compute what PyTorch's do, alone and in recorded steps."""
 
 import copy
+import os
 
 import pytest
 import torch
 from torch.nn import functional
 
 import kinformer
+from kinformer.generation import native
 from kinformer.generation.native import NONE, attend, is_native, pack, product, unpack
 from kinformer.generation.session import Session
 from kinformer.generation.weights import as_weights
@@ -129,3 +131,17 @@ def test_steps_of_many_slots_and_rows_are_recorded(dtype, more):
     for _ in range(4):
         session.step()
     assert operators(session).count("kinformer_step::attend") == len(model.stack.layers)
+
+
+def test_a_compilation_that_fails_is_not_tried_again(monkeypatch, tmp_path):
+    compiler, tries = tmp_path / "cc", tmp_path / "tries"
+    compiler.write_text(f"#!/bin/sh\necho >> {tries}\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert not native._registered.__wrapped__()
+    assert tries.read_text().count("\n") == 1
+    os.utime(compiler, (0, 0))  # another compiler of the name
+    assert not native._registered.__wrapped__()
+    assert tries.read_text().count("\n") == 2

@@ -69,21 +69,23 @@ def is_native() -> bool:
 def _registered() -> bool:
     try:
         return ctypes.CDLL(str(_compiled())).enter() == 0
-    except (OSError, AttributeError, subprocess.SubprocessError):
+    except (OSError, AttributeError):
         return False
 
 
 def _compiled() -> Path:
-    """Return the compiled library, from the user's cache or new.
+    """Return the compiled library, from the user's cache or new. Where this compiler cannot compile it, an empty file
+    stands for it from then on, which no process can load.
 
-    Errors: ``OSError`` and ``subprocess.SubprocessError`` where it cannot be compiled.
+    Errors: ``OSError`` where no file can be made.
     """
     source, libraries = Path(__file__).with_suffix(".c"), Path(torch.__file__).parent / "lib"
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler is installed")
     flags = next((line for line in (processor() or "").splitlines() if line.startswith("flags")), "")
-    facts = (source.read_text(encoding="utf-8"), _OPTIONS, compiler, flags, torch.__version__, str(libraries))
+    code, date = source.read_text(encoding="utf-8"), os.stat(compiler).st_mtime_ns
+    facts = (code, _OPTIONS, compiler, date, flags, torch.__version__, str(libraries))
     name = f"step-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     stored = default_cache() / "native" / name
     if stored.exists():
@@ -92,6 +94,9 @@ def _compiled() -> Path:
     with tempfile.TemporaryDirectory(dir=stored.parent) as folder:
         made = Path(folder) / name
         command = [compiler, *_OPTIONS.split(), "-o", str(made), str(source), "-lm", f"-L{libraries}", "-ltorch_cpu"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+        except subprocess.SubprocessError:
+            made.write_bytes(b"")
         os.replace(made, stored)  # at once, for processes that look for it now
     return stored
