@@ -33,17 +33,16 @@ LANES = 16
 """Rows of weights that are stored side by side."""
 _OPTIONS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -shared -fPIC"
 _DEFINED = torch.library.Library("kinformer_step", "DEF")
-_DEFINED.define(
-    "product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias, Tensor residual, Tensor norm, float eps, "
-    "bool gated) -> Tensor"
-)
-_DEFINED.define(
+_DEFINED.define("product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias) -> Tensor")
+_DEFINED.define("chain(Tensor(a!)[] tensors, Tensor program) -> Tensor")
+_DEFINED.define(  # in chains alone
     "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, float scale, "
     "bool pairs) -> Tensor"
 )
 NONE = torch.empty(0)
 """The value of a tensor argument that a call leaves out."""
-product, attend = torch.ops.kinformer_step.product.default, torch.ops.kinformer_step.attend.default
+_OPERATORS = torch.ops.kinformer_step
+product, chain, attend = _OPERATORS.product.default, _OPERATORS.chain.default, _OPERATORS.attend.default
 
 
 def pack(matrix: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from kinformer.core.attention_state import ReservedSlots
 from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.generation import native
-from kinformer.generation.fusing import Fusion
+from kinformer.generation.fusing import Fusion, without_unused
 from kinformer.generation.native import is_native
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.compiling import substituting
@@ -95,7 +95,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
-        self._all: list[Tensor] = []  # Tensors stay alive, so that Python does not use an id again.
+        self.results: list[Tensor] = []  # by number; they stay alive, so that Python does not use an id again
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
         self._inside = False
@@ -104,7 +104,7 @@ class Tape(TorchDispatchMode):
 
     def tensor(self, ref: Ref) -> Tensor:
         """Return the tensor of ``ref``."""
-        return self._all[ref.number] if ref.number >= 0 else self.captured[-1 - ref.number]
+        return self.results[ref.number] if ref.number >= 0 else self.captured[-1 - ref.number]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -155,7 +155,7 @@ class Tape(TorchDispatchMode):
     def _number(self, tensor: Tensor) -> int:
         number = next(self._numbers)
         self._refs[id(tensor)] = Ref(number)
-        self._all.append(tensor)
+        self.results.append(tensor)
         return number
 
     def _note(self, argument: object) -> object:
@@ -276,21 +276,12 @@ def simplify(
         shorter.append(call._replace(arguments=arguments))
     refs = [same.get(ref, ref) for ref in outputs]
     if is_native():
-        captured.append(native.NONE)
-
-        def tensor_of(ref: Ref) -> Tensor:
-            return tape.tensor(ref) if ref.number >= 0 else captured[-1 - ref.number]
-
-        shorter = Fusion(shorter, refs, tensor_of, Ref(-len(captured))).calls()
-    needed, used = set(refs), []
-    for call in reversed(shorter):
-        wanted = any(Ref(number) in needed for number in call.results)
-        if wanted or not call.results or call.operator._schema.is_mutable:
-            needed.update(_flat(call.arguments, Ref))
-            used.append(call)
+        shorter = Fusion(shorter, refs, tape.results, captured).calls()
+    shorter = without_unused(shorter, {ref.number for ref in refs})
+    needed = dict.fromkeys([*_flat(list(shorter), Ref), *refs])
     stored = [ref for ref in needed if ref.number < 0]
     places = {ref: Ref(-1 - place) for place, ref in enumerate(stored)}
-    used = [call._replace(arguments=_replace(call.arguments, places)) for call in reversed(used)]
+    used = [call._replace(arguments=_replace(call.arguments, places)) for call in shorter]
     return used, [captured[-1 - ref.number] for ref in stored], [places.get(ref, ref) for ref in refs]
 
 
@@ -326,8 +317,7 @@ def _writes(call: Call) -> Iterator[Ref]:
 
 
 def _storage(tape: Tape, ref: Ref) -> int:
-    tensor = tape.tensor(ref)  # packed by oneDNN it has no storage
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
+    return tape.tensor(ref).untyped_storage()._cdata
 
 
 def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:

@@ -275,9 +275,7 @@ def is_few(x: Tensor) -> bool:
 def _product(x: Tensor, packed: Tensor, out: int, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     taken = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     scales, bias = (native.NONE if item is None else item for item in (scales, bias))
-    return native.product(taken.contiguous(), packed, out, scales, bias, native.NONE, native.NONE, 0.0, False).to(
-        x.dtype
-    )
+    return native.product(taken.contiguous(), packed, out, scales, bias).to(x.dtype)
 
 
 def can_pack(model: nn.Module) -> bool:
