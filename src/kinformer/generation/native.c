@@ -83,15 +83,16 @@ static inline float get(const View *from, int64_t at) {
     return from->dtype == FLOAT ? ((const float *)from->data)[at] : wide(((const uint16_t *)from->data)[at]);
 }
 
-static inline void put(const View *to, int64_t at, float x) {
-    if (to->dtype == FLOAT) ((float *)to->data)[at] = x;
-    else ((uint16_t *)to->data)[at] = narrow(x);
-}
-
-static void load(float *to, const View *from, int64_t first, int64_t count) {
+static inline void load(float *to, const View *from, int64_t first, int64_t count) {
     if (from->dtype == FLOAT) memcpy(to, (const float *)from->data + first, 4 * count);
     else
         for (int64_t i = 0; i < count; i++) to[i] = wide(((const uint16_t *)from->data)[first + i]);
+}
+
+static inline void store(const View *to, int64_t first, const float *from, int64_t count) {
+    if (to->dtype == FLOAT) memcpy((float *)to->data + first, from, 4 * count);
+    else
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to->data)[first + i] = narrow(from[i]);
 }
 
 static inline float exponential(float x) {  // relative error 2e-7; a loop over it becomes vector code
@@ -210,6 +211,25 @@ typedef struct {
     int64_t columns, row;  // ``row``: numbers from a row of x to the next
 } Product;
 
+// Write ``count`` sums of a row, from a column on, with what stands behind the product.
+static inline __attribute__((always_inline)) void finish(
+    const Around *in, float *y, int64_t row, int64_t column, int64_t count) {
+    float other[LANES];
+    if (in->scales.count) {
+        load(other, &in->scales, column, count);
+        for (int64_t i = 0; i < count; i++) y[i] *= other[i];
+    }
+    if (in->bias.count) {
+        load(other, &in->bias, column, count);
+        for (int64_t i = 0; i < count; i++) y[i] += other[i];
+    }
+    if (in->residual.count) {
+        load(other, &in->residual, row + column, count);
+        for (int64_t i = 0; i < count; i++) y[i] += other[i];
+    }
+    store(&in->y, row + column, y, count);
+}
+
 static void multiply(int64_t first, int64_t end, void *context) {
     const Product *job = context;
     const Around *in = job->in;
@@ -228,14 +248,10 @@ static void multiply(int64_t first, int64_t end, void *context) {
             if (!step) few = step = 1;
             for (int64_t span = 0; span < spans; span += step) {
                 way[few > 1](w + span * n * LANES * size, x, n, sums);
-                for (int64_t i = 0; i < few * step * LANES; i++) {
-                    int64_t r = row + i / (step * LANES), c = (at + span) * LANES + i % (step * LANES);
-                    if (c >= out) continue;
-                    float y = ((float *)sums)[i];
-                    if (in->scales.count) y *= get(&in->scales, c);
-                    if (in->bias.count) y += get(&in->bias, c);
-                    if (in->residual.count) y += get(&in->residual, r * out + c);
-                    put(&in->y, r * out + c, y);
+                for (int64_t i = 0; i < few * step; i++) {
+                    int64_t r = row + i / step, c = (at + span + i % step) * LANES;
+                    if (out - c >= LANES) finish(in, (float *)(sums + i), r * out, c, LANES);
+                    else finish(in, (float *)(sums + i), r * out, c, out - c);
                 }
             }
         }
@@ -380,9 +396,9 @@ static void attend_groups(int64_t first, int64_t end, void *context) {
         int64_t batch = index / groups, group = index % groups;
         int64_t key = batch * past[0] + group * past[1], value = batch * other[0] + group * other[1];
         turn(job, q, &in->k, batch * in->k.strides[0] + group * in->k.strides[1], batch);
-        for (int64_t i = 0; i < n; i++) put(keys, key + (slots - 1) * past[2] + i, q[i]);
+        store(keys, key + (slots - 1) * past[2], q, n);
         load(out, &in->v, batch * in->v.strides[0] + group * in->v.strides[1], m);
-        for (int64_t i = 0; i < m; i++) put(values, value + (slots - 1) * other[2] + i, out[i]);
+        store(values, value + (slots - 1) * other[2], out, m);
         for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
             turn(job, q, &in->q, batch * in->q.strides[0] + head * in->q.strides[1], batch);
             float top = -INFINITY, total = 0;
@@ -399,7 +415,8 @@ static void attend_groups(int64_t first, int64_t end, void *context) {
                 if (values->dtype == FLOAT) add_float(out, weights[j], (float *)values->data + at, m);
                 else add_half(out, weights[j], (uint16_t *)values->data + at, m);
             }
-            for (int64_t i = 0; i < m; i++) put(&in->y, (batch * in->q.sizes[1] + head) * m + i, out[i] / total);
+            for (int64_t i = 0; i < m; i++) out[i] /= total;
+            store(&in->y, (batch * in->q.sizes[1] + head) * m, out, m);
         }
     }
     free(q);

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, count, repeat
+from itertools import chain, count, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -328,13 +328,23 @@ def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
     return forms[0] == forms[1]
 
 
-def compile_calls(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
+def compile_calls(
+    calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref], parts: Sequence[int] = ()
+) -> Function:
     """Return ``calls`` as a function that PyTorch runs without Python. It takes ``inputs`` and then ``captured``
-    tensors, which are numbers here, and returns the tuple of ``outputs``."""
+    tensors, which are numbers here, and returns the tuple of ``outputs``.
+
+    Behind the first input it takes buffers of slots, as many as each of ``parts``, in place of their views. Behind all
+    tensors it takes the bounds of each part's slots.
+    """
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
     values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
-    writer = _Writer(graph, values)
+    writer, numbers = _Writer(graph, values), iter(range(1, inputs))
+    for part, buffers in enumerate(parts):
+        bounds = [graph.addInput(f"{name}{part}").setType(torch._C.IntType.get()) for name in ("start", "stop")]
+        for ref in map(Ref, islice(numbers, buffers)):
+            values[ref] = writer.add("aten::slice", [values[ref], writer.constant(2), *bounds, writer.constant(1)])
     for call in calls:
         writer.write(call)
     results = [values[ref] for ref in outputs]
@@ -375,8 +385,8 @@ class _Writer:
         if isinstance(argument, Ref):
             return self._values[argument]
         if isinstance(argument, SlotCount):
-            size = self.add("aten::size", [self._values[Ref(argument.view)], self._constant(2)], torch._C.IntType.get())
-            return self.add("aten::add", [size, self._constant(argument.offset)], torch._C.IntType.get())
+            size = self.add("aten::size", [self._values[Ref(argument.view)], self.constant(2)], torch._C.IntType.get())
+            return self.add("aten::add", [size, self.constant(argument.offset)], torch._C.IntType.get())
         if isinstance(type, torch._C.OptionalType):
             type = type.getElementType()
         if isinstance(argument, list):
@@ -384,9 +394,9 @@ class _Writer:
             return self.add("prim::ListConstruct", items, type)
         if isinstance(type, torch._C.FloatType) and isinstance(argument, int):
             argument = float(argument)
-        return self._constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
+        return self.constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
 
-    def _constant(self, value: object) -> torch._C.Value:
+    def constant(self, value: object) -> torch._C.Value:
         key = type(value), str(id(value) if isinstance(value, torch.ScriptObject) else value)
         if key not in self._constants:
             self._constants[key] = self._graph.insertConstant(value)
@@ -446,26 +456,24 @@ class Unchanged:
         self._hooks += [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
         tables = [state[name] for state in self._states for name in ("_modules", "_parameters", "_buffers")]
         self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
-        self._items = self._present()
+        self._items = list(self._present())
         self._tensors = [item for item in self._items if isinstance(item, Tensor)]
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._then = self._facts()
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
-        items = self._present()
-        if any(self._hooks) or any(self._empty) or len(items) != len(self._items):
-            return False
-        if not all(map(is_, items, self._items)):
+        if any(self._hooks) or any(self._empty) or not all(map(is_, self._present(), self._items)):
             return False
         return self._facts() == self._then
 
-    def _present(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+    def _present(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def _facts(self) -> list[object]:
-        modes = chain(map(itemgetter("training"), self._states), map(dict.get, self._states, repeat("forward")))
-        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(attrgetter("_version"), self._versioned)]
+        sizes = sum(map(len, self._tables)), sum(map(len, self._states))  # ``forward`` may be among new attributes
+        facts = map(Tensor.data_ptr, self._tensors), map(attrgetter("_version"), self._versioned)
+        return [*sizes, *map(itemgetter("training"), self._states), *chain(*facts)]
 
 
 # One step of generation, recorded once and then run without Python.
@@ -509,8 +517,8 @@ def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tens
 class Recording:
     """The recorded step of a model; :meth:`begin` steps a state by it.
 
-    ``function`` is the list of operators, of ``tokens`` [batch, time], views of the reserved slots, all other leaves of
-    the state and the model's tensors ``captured``. Each reservation has ``least`` past slots or more and retains
+    ``function`` is the list of operators, of ``tokens`` [batch, time], the buffers of reserved slots, all other leaves
+    of the state, the model's tensors ``captured`` and the bounds of the slots. Each reservation has ``least`` past slots or more and retains
     ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was recorded from, are stored.
     ``twins`` are pairs of leaves that must be equal, of which the function reads the first.
     """
@@ -553,6 +561,7 @@ class RecordedStep:
         self.recording, self._state = recording, state
         self._parts = _parts(state)
         self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
+        self._buffers = [buffer for part in self._parts for buffer in part.buffers]
         self._leaves = _leaves(state)
 
     @property
@@ -569,16 +578,16 @@ class RecordedStep:
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
         recording = self.recording
-        views: list[Tensor] = []
+        bounds: list[int] = []
         after = []
-        for part, (start, stop), retained in zip(self._parts, self._bounds, recording.retained, strict=True):
+        for (start, stop), retained in zip(self._bounds, recording.retained, strict=True):
             end = stop + recording.time
-            views += part.views(start, stop, recording.time)
+            bounds += start, end
             after.append((start if retained is None else max(start, end - retained), end))
         self._bounds = after
         # Optimised execution makes the first steps slow and the others no faster.
         with torch.jit.optimized_execution(False):
-            outputs = recording.function(tokens, *views, *self._leaves, *recording.captured)
+            outputs = recording.function(tokens, *self._buffers, *self._leaves, *recording.captured, *bounds)
         count = len(outputs) - len(self._leaves)
         self._leaves = list(outputs[count:])
         return outputs[:count]
@@ -651,7 +660,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
             break
         twins = stay
     try:
-        function = compile_calls(simple, taped.inputs, len(captured), results)
+        function = compile_calls(simple, taped.inputs, len(captured), results, [len(part.buffers) for part in parts])
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]

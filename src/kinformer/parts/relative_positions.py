@@ -95,7 +95,8 @@ class Rope(Position):
             self.magnitude = config.attention_factor
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in self._turns(positions))
+        turns = self._turns(positions)
+        cos, sin = ((x if self.magnitude == 1 else x * self.magnitude).to(q.dtype) for x in turns)
         if q.shape[2] == 1 and q.dtype == k.dtype:  # a step of generation: operators take longer to start than to turn
             heads = [q.shape[1], k.shape[1]]
             turned_q, turned_k = self._turn(torch.cat([q, k], 1), cos, sin).split(heads, 1)
