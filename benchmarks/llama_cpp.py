@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,18 +138,12 @@ def measure(library: Any, shape: str, tokens: int, rounds: int) -> list[dict[str
             same = sum(a == b for x, y in zip(mine, equal, strict=True) for a, b in zip(x, y, strict=True))
             if name == "fp32" and same < len(asked) * tokens:
                 raise SystemExit(f"{shape}: {same} of {len(asked) * tokens} tokens are equal; not timed.")
-            session = Session(ours[name], len(asked), temperature=0, room=(rounds + 3) * tokens)
-            session.feed(torch.tensor(asked))
-            draw_steps(session, FEW)
 
-            def of_llama(other: LlamaCpp = other, asked: Any = asked) -> float:
-                most = used(lambda: other.draw(asked, FEW + tokens))
-                return (most - used(lambda: other.draw(asked, FEW))) / tokens
+            def drawing(way: Callable[[int], object]) -> float:
+                return (used(lambda: way(FEW + tokens)) - used(lambda: way(FEW))) / tokens
 
-            def of_session(session: Session = session) -> float:
-                return used(lambda: draw_steps(session, tokens)) / tokens
-
-            ways |= {f"llama.cpp {FORMS[name]}": of_llama, name: of_session}
+            theirs_way, our_way = partial(other.draw, asked), partial(draw, ours[name], asked)
+            ways |= {f"llama.cpp {FORMS[name]}": partial(drawing, theirs_way), name: partial(drawing, our_way)}
         rows += compare(shape, case, in_turns(ways, rounds))
     ways = {}
     for name, other in theirs.items():

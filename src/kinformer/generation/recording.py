@@ -518,8 +518,9 @@ class Recording:
     """The recorded step of a model; :meth:`begin` steps a state by it.
 
     ``function`` is the list of operators, of ``tokens`` [batch, time], the buffers of reserved slots, all other leaves
-    of the state, the model's tensors ``captured`` and the bounds of the slots. Each reservation has ``least`` past slots or more and retains
-    ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was recorded from, are stored.
+    of the state, the model's tensors ``captured`` and the bounds of the slots. Each reservation has ``least`` past
+    slots or more and retains ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was
+    recorded from, are stored.
     ``twins`` are pairs of leaves that must be equal, of which the function reads the first.
     """
 
