@@ -7,7 +7,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -19,10 +19,16 @@ Call = Any
 """A call of ``generation.recording``, which imports this file."""
 
 # The arguments of a product with what stands around it are x, w, scales, bias, residual, the norm's factors and shifts,
-# its eps, and the form, which is a norm, an activation, and whether it gates.
-_NORMS = {"rms_norm": 1, "layer_norm": 2}
-_ACTIVATIONS = {("silu",): 4, ("gelu", "tanh"): 8, ("gelu", "none"): 12}
-_GATED = 16
+# its eps, and the form: a norm (1, 2), an activation (4, 8, 12) and whether it gates (16), as in ``native.c``.
+_BEFORE = (
+    (1, ("rms_norm", "x", "size", "norm", "eps")),
+    (2, ("layer_norm", "x", "size", "norm", "shift", "eps")),
+    (20, ("mul", ("silu", "a"), "b")),
+    (16, ("mul", ("gelu", "a", "how"), "b")),
+    (4, ("silu", "x")),
+    (0, ("gelu", "x", "how")),
+)
+_GELUS = {None: 0, "tanh": 8, "none": 12}
 _PART = torch.ops.aten.as_strided.default
 _DTYPES = {torch.int8: 1, torch.float32: 6, torch.bfloat16: 15}
 # A pattern is an operator's name and the patterns of its arguments ("" for a list), a variable's name, or a value.
@@ -101,9 +107,6 @@ class Fusion:
     def _result(self, call: Call) -> Tensor:
         return self._results[call.results[0]]
 
-    def _length(self, number: int) -> int:
-        return -(-self._results[number].numel() // 32) * 32
-
     def _is_view(self, call: Call, base: int) -> bool:
         storages = {self._results[number].untyped_storage()._cdata for number in (base, *call.results)}
         return len(storages) == 1 and not call.operator._schema.is_mutable
@@ -112,17 +115,8 @@ class Fusion:
         """Return the chain of the calls ``stretch`` and its results that are among ``needed``; ``native.c`` describes
         the program."""
         outer = {inside[number] for number in needed & inside.keys()}
-        last = {inside[number]: call for call in stretch for number in _read(call) if number in inside}
-        size = 0  # of the chain's result, in which a result takes the place of one that will not be read again
-        places: dict[int, int] = {}
-        free: dict[int, list[int]] = {}
-        for call in stretch:
-            spare = free.setdefault(self._length(call.results[0]), [])
-            place = places[call.results[0]] = spare.pop() if spare else size
-            size = max(size, place + self._length(call.results[0]))
-            for read in {inside[number] for number in _read(call) if number in inside} - outer:
-                if last[read] is call:
-                    free[self._length(read)].append(places[read])
+        sizes = [-(-self._result(call).numel() // 32) * 32 for call in stretch]
+        places = dict(zip((call.results[0] for call in stretch), accumulate(sizes, initial=0), strict=False))
         tensors = list(dict.fromkeys(ref for call in stretch for ref in call.arguments[:7] if ref.number not in inside))
         numbers = {ref.number: place for place, ref in enumerate(tensors)}
         rows: list[list[int]] = []
@@ -133,7 +127,7 @@ class Fusion:
                 offset = places[inside[number]] + part.storage_offset() - whole.storage_offset()
                 axes = [[*[fill] * 4, *axis][-4:] for fill, axis in ((1, part.shape), (0, part.stride()))]
                 rows.append([offset, _DTYPES[part.dtype], part.numel(), *axes[0], *axes[1]])
-        first = [len(rows), len(stretch), size, _DTYPES[self._result(stretch[0]).dtype], *[0] * 7]
+        first = [len(rows), len(stretch), sum(sizes), _DTYPES[self._result(stretch[0]).dtype], *[0] * 7]
         for call in stretch:
             bits = struct.unpack("q", struct.pack("d", call.arguments[7]))
             views = [numbers[number] for number in (*(ref.number for ref in call.arguments[:7]), *call.results)]
@@ -165,36 +159,21 @@ class Fusion:
         return values if all(self._match(*pair, values) for pair in zip(parts, pattern[1:], strict=False)) else {}
 
     def _with_inputs(self, call: Call) -> Call:
-        """Return a product with the norm or the gate that its input comes from."""
+        """Return a product with the norm or the activation that its input comes from."""
         x, w, _, scales, bias = call.arguments
-        y, none, form = self._tensor(x), self._none, 0
-        norm, number = [none, none], 0.0
-        made = self._maker(x)
-        if made is not None and _name(made) in _NORMS:
-            whole, _, *factors = made.arguments
-            factors, eps = (
-                (factors[:2], factors[2]) if _name(made) == "layer_norm" else ([factors[0], None], factors[1])
-            )
-            factors = [none if ref is None else ref for ref in factors]
-            if all(ref == none or self._is_plain(ref, y) for ref in (whole, *factors)):
-                x, norm, form = whole, factors, _NORMS[_name(made)]
-                number = torch.finfo(y.dtype).eps if eps is None else eps
-        elif gate := self._match(x, ("mul", "a", "b")):
-            a, activation = self._activated(gate["a"])
-            whole = self._halves(a, gate["b"]) if activation else None
-            if whole is not None and self._is_plain(whole, y):
-                x, form = whole, activation | _GATED
-        else:
-            whole, activation = self._activated(x)
-            if activation and self._is_plain(whole, y):
-                x, form = whole, activation
-        return call._replace(arguments=(x, w, scales, bias, none, *norm, number, form))
-
-    def _activated(self, ref: Any) -> tuple[Any, int]:
-        """Return what ``ref`` is an activation of, and which; 0 for none that the operator knows."""
-        call = self._maker(ref)
-        form = 0 if call is None else _ACTIVATIONS.get((_name(call), *map(str, call.arguments[1:])), 0)
-        return (call.arguments[0], form) if call and form else (ref, 0)
+        y, none = self._tensor(x), self._none
+        before = [none, none, 0.0, 0]
+        for form, pattern in _BEFORE:
+            if not (found := self._match(x, pattern)):
+                continue
+            whole = self._halves(found["a"], found["b"]) if "a" in found else found["x"]
+            factors = [none if found.get(name) is None else found[name] for name in ("norm", "shift")]
+            if whole is not None and all(ref == none or self._is_plain(ref, y) for ref in (whole, *factors)):
+                eps = found.get("eps", 0.0)
+                before = [*factors, torch.finfo(y.dtype).eps if eps is None else eps, form + _GELUS[found.get("how")]]
+                x = whole
+            break
+        return call._replace(arguments=(x, w, scales, bias, none, *before))
 
     def _is_plain(self, ref: Any, like: Tensor) -> bool:
         return self._tensor(ref).is_contiguous() and self._tensor(ref).dtype == like.dtype

@@ -22,7 +22,7 @@ from kinformer.generation.recording import (
     Recording,
     UnrecordableError,
     logits_after,
-    record,
+    record_step,
     recordings_of,
 )
 from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, TokenSampler, Watched, sampling_of
@@ -250,8 +250,14 @@ class Steps:
             with trusted_arguments():
                 self.running = self._recorded(tokens, state)
                 if self.running is None:
-                    return logits_after(self.model, tokens, state)
+                    (logits,), state = self.compute(tokens, state)
+                    return logits, state
             return self.running.step(tokens), state
+
+    def compute(self, tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
+        """Return the outputs of a step of ``tokens`` in Python, and the state after it."""
+        logits, state = logits_after(self.model, tokens, state)
+        return (logits,), state
 
     def require_dtype(self) -> None:
         """Raise where the dtype of the weights has changed since the session began: its state has the old dtype."""
@@ -276,14 +282,14 @@ class Steps:
         if not self.recorded:
             return None
         for recording in self._earlier():
-            if (running := recording.begin(state)) is not None:
+            if (running := recording.begin(state, tokens.shape[1])) is not None:
                 self._recording = recording
                 return running
         if self.made > self.record_at:
             try:
-                self._recording = record(self.model, tokens, state)
+                self._recording = record_step(self.compute, self.model, tokens, state)
                 recordings_of(self.model).keep(self._recording)
-                return self._recording.begin(state)
+                return self._recording.begin(state, tokens.shape[1])
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
