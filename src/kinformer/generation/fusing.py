@@ -29,6 +29,7 @@ _BEFORE = (
     (0, ("gelu", "x", "how")),
 )
 _GELUS = {None: 0, "tanh": 8, "none": 12}
+_IN_C = (native.product, native.attend)
 _PART = torch.ops.aten.as_strided.default
 _DTYPES = {torch.int8: 1, torch.float32: 6, torch.bfloat16: 15}
 # A pattern is an operator's name and the patterns of its arguments ("" for a list), a variable's name, or a value.
@@ -81,28 +82,27 @@ class Fusion:
     def _with_chains(self, calls: list[Call]) -> list[Call]:
         """Return ``calls`` with each stretch of calls in C as one chain, and behind it the views of its results. Calls
         that need no result of it move before it."""
-        done: list[Call] = []
-        stretch: list[Call] = []
-        views: list[Call] = []
-        inside: dict[int, int] = {}  # the results of the stretch and their views, by the result that they are part of
-        for place, call in enumerate([*calls, None]):
-            read = {inside[number] for number in _read(call) if number in inside} if call else set()
-            in_c = call is not None and call.operator in (native.product, native.attend)
-            if call and not in_c and len(read) == 1 and self._is_view(call, next(iter(read))):
-                views.append(call)
-                inside |= dict.fromkeys(call.results, next(iter(read)))
-                continue
-            other = in_c and stretch and self._result(call).dtype != self._result(stretch[0]).dtype
-            if stretch and (call is None or other or (not in_c and (read or call.operator._schema.is_mutable))):
-                needed = self._outputs.union(*map(_read, calls[place:]))
-                done += [*self._chain(stretch, inside, needed), *views]
-                stretch, views, inside = [], [], {}
-            if in_c:
+        first = next((place for place, call in enumerate(calls) if call.operator in _IN_C), len(calls))
+        done, stretch, views, rest = calls[:first], calls[first : first + 1], [], []
+        # The results of the stretch and their views, by the result that they are part of.
+        inside = {number: number for call in stretch for number in call.results}
+        for place, call in enumerate(calls[first + 1 :], first + 1):
+            read = {inside[number] for number in _read(call) if number in inside}
+            if call.operator in _IN_C and self._result(call).dtype == self._result(stretch[0]).dtype:
                 stretch.append(call)
-                inside[call.results[0]] = call.results[0]
-            elif call:
+                inside |= zip(call.results, call.results, strict=True)
+            elif len(read) == 1 and self._is_view(call, *read):
+                views.append(call)
+                inside |= dict.fromkeys(call.results, *read)
+            elif read or call.operator in _IN_C or call.operator._schema.is_mutable:
+                rest = calls[place:]
+                break
+            else:
                 done.append(call)
-        return done
+        if not stretch:
+            return done
+        chain = self._chain(stretch, inside, self._outputs.union(*map(_read, rest)))
+        return [*done, *chain, *views, *self._with_chains(rest)]
 
     def _result(self, call: Call) -> Tensor:
         return self._results[call.results[0]]
@@ -164,13 +164,13 @@ class Fusion:
         y, none = self._tensor(x), self._none
         before = [none, none, 0.0, 0]
         for form, pattern in _BEFORE:
-            if not (found := self._match(x, pattern)):
+            if not (values := self._match(x, pattern)):
                 continue
-            whole = self._halves(found["a"], found["b"]) if "a" in found else found["x"]
-            factors = [none if found.get(name) is None else found[name] for name in ("norm", "shift")]
+            whole = self._halves(values["a"], values["b"]) if "a" in values else values["x"]
+            factors = [none if values.get(name) is None else values[name] for name in ("norm", "shift")]
             if whole is not None and all(ref == none or self._is_plain(ref, y) for ref in (whole, *factors)):
-                eps = found.get("eps", 0.0)
-                before = [*factors, torch.finfo(y.dtype).eps if eps is None else eps, form + _GELUS[found.get("how")]]
+                eps = values.get("eps", 0.0)
+                before = [*factors, torch.finfo(y.dtype).eps if eps is None else eps, form + _GELUS[values.get("how")]]
                 x = whole
             break
         return call._replace(arguments=(x, w, scales, bias, none, *before))

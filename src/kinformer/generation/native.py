@@ -35,10 +35,7 @@ _OPTIONS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping
 _DEFINED = torch.library.Library("kinformer_step", "DEF")
 _DEFINED.define("product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias) -> Tensor")
 _DEFINED.define("chain(Tensor(a!)[] tensors, Tensor program) -> Tensor")
-_DEFINED.define(  # in chains alone
-    "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, float scale, "
-    "bool pairs) -> Tensor"
-)
+_DEFINED.define("attend(Tensor(a!)[] tensors, float scale, bool pairs) -> Tensor")  # in chains alone
 NONE = torch.empty(0)
 """The value of a tensor argument that a call leaves out."""
 _OPERATORS = torch.ops.kinformer_step

@@ -409,14 +409,18 @@ _LIMIT = 4
 """The number of recordings that a model stores; each is for one batch size and reserved room."""
 
 
-class Recordings(list["Recording"]):
-    """The last recordings of a model's steps. They are not copied or saved with the model."""
+class Derived:
+    """A collection that is not copied or saved with the model that stores it."""
 
-    def __deepcopy__(self, memo: object) -> Recordings:
-        return Recordings()
+    def __deepcopy__(self, memo: object) -> Derived:
+        return type(self)()
 
-    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
-        return Recordings, ()
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return type(self), ()
+
+
+class Recordings(Derived, list["Recording"]):
+    """The last recordings of a model's steps."""
 
     def keep(self, recording: Recording) -> None:
         self.insert(0, recording)
@@ -479,11 +483,11 @@ class Unchanged:
 # One step of generation, recorded once and then run without Python.
 #
 # A step of one token for each row calls some thousand Python functions and a few hundred small operators. On a CPU
-# these take longer than the products where batches and models are small. :func:`record` notes the operators while the
-# model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores its
-# recordings, which end when it changes.
+# these take longer than the products where batches and models are small. :func:`record_step` notes the operators while
+# the model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores
+# its recordings, which end when it changes.
 #
-# :func:`record` refuses a step that a list cannot hold, and the model is then stepped in Python:
+# :func:`record_step` refuses a step that a list cannot hold, and the model is then stepped in Python:
 #
 # * the host reads the data (early exits, searches, hashing), the step draws random numbers, or modules have hooks;
 # * leaves of the state change their shape, or the host counts other numbers than the bounds of reserved slots;
@@ -494,10 +498,8 @@ class Unchanged:
 # The first recorded step must also agree with the model's step.
 #
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.55 to 0.64 of the time
-# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
-# graph is as slow as Python, and AOTInductor's step takes tens of seconds and a C++ compiler to make, where a recording
-# takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
-# PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
+# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``, or when AOTInductor
+# makes an equally fast step within 0.1 s. If PyTorch drops TorchScript's interpreter, sessions step in Python.
 
 _NEAR = 1e-3
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit. In
@@ -572,10 +574,6 @@ class RecordedStep:
         room = all(end <= part.capacity for part, end in zip(self._parts, ends, strict=True))
         return room and self.recording.holds()
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
-        return self.outputs(tokens)[0]
-
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
         recording = self.recording
@@ -599,24 +597,13 @@ class RecordedStep:
         return _map(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded step of ``model`` that absorbs ``tokens`` [batch, 1] after ``state``.
+def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
+    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``.
 
     The state is not stepped, but slots after its past are written to.
 
     Errors: :class:`UnrecordableError` with the reason.
     """
-
-    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
-        logits, after = logits_after(model, tokens, state)
-        return (logits,), after
-
-    return record_step(step, model, tokens, state)
-
-
-def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``;
-    otherwise like :func:`record`."""
     parts, time = _parts(state), tokens.shape[1]
     if any(part.slots.stop + time > part.capacity for part in parts):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)

@@ -244,7 +244,7 @@ class Steps:
             self._looks_back = _has_slots(state)
         with few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
             if self.running is not None and self.running.goes_on:
-                return self.running.step(tokens), state
+                return self.running.outputs(tokens)[0], state
             self.require_dtype()
             state = self.settled(state)
             with trusted_arguments():
@@ -252,7 +252,7 @@ class Steps:
                 if self.running is None:
                     (logits,), state = self.compute(tokens, state)
                     return logits, state
-            return self.running.step(tokens), state
+            return self.running.outputs(tokens)[0], state
 
     def compute(self, tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
         """Return the outputs of a step of ``tokens`` in Python, and the state after it."""

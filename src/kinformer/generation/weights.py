@@ -37,7 +37,7 @@ from torch.nn import functional
 from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.generation import native
 from kinformer.generation.native import is_native
-from kinformer.generation.recording import Unchanged
+from kinformer.generation.recording import Derived, Unchanged
 from kinformer.generation.session import LONG
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import emulates_bfloat16, product_dtype
@@ -308,14 +308,8 @@ def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and "weight" in module._parameters  # narrow weights have a layout already
 
 
-class InferenceCopies(dict[str | None, tuple[Unchanged, nn.Module]]):
-    """The copies of a model by the type of their weights. They are not copied or saved with it."""
-
-    def __deepcopy__(self, memo: object) -> InferenceCopies:
-        return InferenceCopies()
-
-    def __reduce__(self) -> tuple[type[InferenceCopies], tuple[()]]:
-        return InferenceCopies, ()
+class InferenceCopies(Derived, dict[str | None, tuple[Unchanged, nn.Module]]):
+    """The copies of a model by the type of their weights."""
 
 
 def inference_copy(model: Model, steps: int, weights: str | None = None) -> Model:
