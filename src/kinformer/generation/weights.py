@@ -45,8 +45,8 @@ from kinformer.runtime.process import emulates_bfloat16, product_dtype
 Model = TypeVar("Model", bound=nn.Module)
 
 FEW = 128
-"""Rows up to which the operator in C multiplies. For more rows the matrix is unpacked for PyTorch's product, which in 16
-bits takes less time from 192 rows on (``products`` in ``llama_cpp.json``)."""
+"""Rows up to which the operator in C multiplies. For more the matrix is unpacked for PyTorch's product, which takes less
+time from 192 rows on in 16 bits (``products`` in ``llama_cpp.json``)."""
 FEW_IN_PYTORCH, MULTIPLE = 16, 32
 """PyTorch's product of 8-bit weights is used for at most so many rows; its columns are a multiple of the second."""
 
