@@ -133,11 +133,10 @@ class Fusion:
             views = [numbers[number] for number in (*(ref.number for ref in call.arguments[:7]), *call.results)]
             rows.append([int(call.operator is native.attend), int(call.arguments[8]), *bits, *views])
         made = self._ref(next(self._numbers))
-        program = self._constant(torch.tensor([first, *rows]))
-        calls = [stretch[0]._replace(operator=native.chain, arguments=(tensors, program), results=(made.number,))]
-        for number in outer:
-            shape, strides = list(self._results[number].shape), list(self._results[number].stride())
-            arguments = made, shape, strides, places[number]
+        arguments = tensors, self._constant(torch.tensor([first, *rows]))
+        calls = [stretch[0]._replace(operator=native.chain, arguments=arguments, results=(made.number,))]
+        for number, result in ((number, self._results[number]) for number in outer):
+            arguments = made, list(result.shape), list(result.stride()), places[number]
             calls.append(calls[0]._replace(operator=_PART, arguments=arguments, results=(number,)))
         return calls
 

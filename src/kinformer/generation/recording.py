@@ -1,7 +1,6 @@
 """Steps of generation without Python: recorded once and then run.
 
-The first part is the tape of operators, the second the recordings that a model stores, the third the recording of a
-step, and the fourth the leaves of a state by name. ``benchmarks/step_recording.py`` measures what recordings gain.
+``benchmarks/step_recording.py`` measures what recordings gain.
 """
 
 from __future__ import annotations
@@ -201,6 +200,9 @@ class _WatchedReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_DEPENDS = "which operators run depends on the length"
+
+
 def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) -> list[Call]:
     """Return the calls of a step at any number of past slots, from its tapes at two numbers of past slots; ``views``
     are the views of the slots on both tapes.
@@ -209,18 +211,14 @@ def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) ->
     """
     same = len(one.calls) == len(other.calls) and len(one.captured) == len(other.captured)
     if not same or not all(map(_equal, one.captured, other.captured)):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     return [_join(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
-
-
-def _depends() -> UnrecordableError:
-    return UnrecordableError("which operators run depends on the length")
 
 
 def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
     """Return one value for ``a`` and ``b``, the same part of a call on two tapes."""
     if type(a) is not type(b):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     if isinstance(a, Call):
         return Call(*(_join(x, y, views) for x, y in zip(a, b, strict=True)))
     if type(a) in (list, tuple) and len(a) == len(b):
@@ -230,7 +228,7 @@ def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
         return a
     grown = [view for view, longer in views if a - view.slots == b - longer.slots] if type(a) is int else []
     if not grown or any(view.rule != grown[0].rule for view in grown):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     return SlotCount(grown[0].number, a - grown[0].slots)
 
 
@@ -331,12 +329,9 @@ def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
 def compile_calls(
     calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref], parts: Sequence[int] = ()
 ) -> Function:
-    """Return ``calls`` as a function that PyTorch runs without Python. It takes ``inputs`` and then ``captured``
-    tensors, which are numbers here, and returns the tuple of ``outputs``.
-
-    Behind the first input it takes buffers of slots, as many as each of ``parts``, in place of their views. Behind all
-    tensors it takes the bounds of each part's slots.
-    """
+    """Return ``calls`` as a function that PyTorch runs without Python, of ``inputs`` and then ``captured`` tensors; both
+    are numbers here. It returns the tuple of ``outputs``. Behind the first input stand buffers of slots, as many as in
+    each of ``parts``, in place of their views, and behind all tensors the bounds of each part's slots."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
     values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
@@ -691,8 +686,7 @@ def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     inputs = (tokens, *views, *_leaves(opened))
     tape = Tape(inputs)
     # Attention of one query is recorded as PyTorch's kernel, which the operator in C then replaces.
-    in_c = {"attend": native.attend} if is_native() else {}
-    with tape, _WatchedReads(), substituting(in_c):
+    with tape, _WatchedReads(), substituting({"attend": native.attend} if is_native() else {}):
         outputs, after = step(tokens, opened)
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 

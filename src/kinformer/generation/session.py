@@ -65,11 +65,6 @@ def require_ids(model: CausalModel, low: int, high: int) -> None:
 
 
 # The recent text of a session, and earlier states to which the session can go back.
-#
-# A mark holds a state and the text since the mark. To go back, the session takes the state of a mark, at no cost
-# (values never change, reserved parts are reclaimed). The rest of the text is absorbed with the next tokens, as one
-# chunk. By partition invariance the result is the same as if the removed text had never been read, whatever the
-# mechanism.
 
 HeadInputs = Tensor | tuple[Tensor, ...]
 """The inputs of the head, from ``CausalModel.head_inputs``: a tensor or a NamedTuple of tensors [batch, time, ...]."""
@@ -225,8 +220,8 @@ class Steps:
     ``room`` is the expected number of steps of ``model``. With ``recorded``, a step is recorded where possible.
     """
 
-    def __init__(self, model: CausalModel, room: int, recorded: bool) -> None:
-        self.model, self.recorded = model, recorded
+    def __init__(self, model: CausalModel, room: int, recorded: bool, time: int = 1) -> None:
+        self.model, self.recorded, self.time = model, recorded, time
         self._dtype = _dtype(model)
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
         self.running: RecordedStep | None = None
@@ -273,23 +268,19 @@ class Steps:
             state, self.running = self.running.release(), None
         return state
 
-    def abandon(self) -> None:
-        """Drop the running recording and its state, before the session returns to an earlier state."""
-        self.running = None
-
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
         """Return a recorded step that begins at ``state``; None where no recording fits or pays yet."""
         if not self.recorded:
             return None
         for recording in self._earlier():
-            if (running := recording.begin(state, tokens.shape[1])) is not None:
+            if (running := recording.begin(state, self.time)) is not None:
                 self._recording = recording
                 return running
         if self.made > self.record_at:
             try:
                 self._recording = record_step(self.compute, self.model, tokens, state)
                 recordings_of(self.model).keep(self._recording)
-                return self._recording.begin(state, tokens.shape[1])
+                return self._recording.begin(state, self.time)
             except UnrecordableError as refused:
                 self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
@@ -538,7 +529,7 @@ class Session:
         """Go back to the last mark; the text after the mark becomes pending again."""
         assert self._history is not None
         mark = self._history.marks[-1]
-        self._stepping.abandon()
+        self._stepping.running = None
         self._state = mark.state = None if mark.state is None else reclaimed(mark.state)
         self._logits, self._ends, self._pending = mark.logits, mark.ends, list(mark.entries)
 

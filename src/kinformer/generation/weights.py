@@ -1,8 +1,5 @@
 """Weights for inference: in 16 and 8 bits, and packed for products of few rows.
 
-Narrow weights come first (:func:`as_weights`), then packed weights (:func:`pack`), then the copies for inference that
-a model stores (:func:`inference_copy`).
-
 Weights in 16 and 8 bits take less memory, and products of few rows read fewer bytes.
 
     w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
@@ -45,8 +42,8 @@ from kinformer.runtime.process import emulates_bfloat16, product_dtype
 Model = TypeVar("Model", bound=nn.Module)
 
 FEW = 128
-"""Rows up to which the operator in C multiplies. For more the matrix is unpacked for PyTorch's product, which takes less
-time from 192 rows on in 16 bits (``products`` in ``llama_cpp.json``)."""
+"""Rows up to which the operator in C multiplies. For more the matrix is unpacked for PyTorch's product, which is faster
+in 16 bits from 192 rows on (``products`` in ``llama_cpp.json``)."""
 FEW_IN_PYTORCH, MULTIPLE = 16, 32
 """PyTorch's product of 8-bit weights is used for at most so many rows; its columns are a multiple of the second."""
 
