@@ -16,16 +16,19 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded, local_part
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SHARDS = "shards"
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -180,6 +183,8 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _begin(tensor: DTensor) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
+    from torch.distributed.tensor import Shard
+
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
     dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
