@@ -206,6 +206,7 @@ class Alibi(FollowsHeads, Position):
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Alibi:
             return Alibi(num_heads)
 
+    relative_tables = ("bias",)
     exponents: Tensor  # whole numbers, which keep their values when a model changes its dtype
 
     def __init__(self, num_heads: int) -> None:
@@ -259,6 +260,8 @@ class T5(Position):
                     f"max_distance must be above {self.num_buckets // parts}, the number of distances with a "
                     f"separate bucket, but is {self.max_distance}."
                 )
+
+    relative_tables = ("bias",)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -350,6 +353,7 @@ class Shaw(Position):
         shape = (2 * config.max_distance + 1, head_dim)
         self.key_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
         self.value_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape))) if config.on_values else None
+        self.relative_tables = ("keys", "values") if config.on_values else ("keys",)
 
     def values(self, v: Tensor) -> Tensor:
         return v if self.value_table is None else v + self.value_table[0].to(v.dtype)
@@ -394,6 +398,8 @@ class TransformerXL(Position):
         clamp: int | None = None
         share_biases: bool = True
         base: float = 10000.0
+
+    relative_tables = ("keys",)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -490,6 +496,8 @@ class DistanceAware(Position):
     class Config(HeadsConfig):
         kind = "distance_aware"
         spread: float = 0.1
+
+    relative_tables = ("factor",)
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
