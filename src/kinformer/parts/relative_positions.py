@@ -261,10 +261,9 @@ class T5(Position):
                     f"separate bucket, but is {self.max_distance}."
                 )
 
-    relative_tables = ("bias",)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("bias",)
         self.config, self.shared, self.one_sided = config, config.shared, not config.bidirectional
         self.table = nn.Parameter(torch.randn(config.num_buckets, num_heads) * dim**-0.5)
 
@@ -399,10 +398,9 @@ class TransformerXL(Position):
         share_biases: bool = True
         base: float = 10000.0
 
-    relative_tables = ("keys",)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("keys",)
         if dim % 2:
             raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
         self.config, self.dim, self.shape = config, dim, (num_heads, head_dim)
@@ -497,10 +495,9 @@ class DistanceAware(Position):
         kind = "distance_aware"
         spread: float = 0.1
 
-    relative_tables = ("factor",)
-
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("factor",)
         self.steepness = nn.Parameter(torch.zeros(num_heads))
         spread, device = config.spread, self.steepness.device  # transformers has linspace on the CPU unless named
         self.rate = nn.Parameter(torch.linspace(-spread, spread, num_heads, device=device))

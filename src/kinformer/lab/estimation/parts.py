@@ -1,10 +1,9 @@
 """The costs of a training step and a forward at inference, part by part, by running them on shapes only, on the meta
 device.
 
-FLOPs are those of PyTorch's ``FlopCounterMode`` (products and convolutions, not element-wise work). Activations are the
-bytes of the distinct storages that autograd saves, parameters excluded. Parts are the direct children of the model and
-of its layers. Work between the children belongs to the part ``model`` or ``layers.N``; the cross-entropy is the part
-``loss``.
+PyTorch's table of formulas counts FLOPs (products and convolutions, not element-wise work). Activations are the bytes
+of the distinct storages that autograd saves, parameters excluded. Parts are the direct children of the model and of its
+layers. Work between the children belongs to the part ``model`` or ``layers.N``; the cross-entropy is the part ``loss``.
 
 Attention by ``impl="sdpa"`` is an exception: the meta device decomposes it, so that its scores count as saved.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
@@ -69,12 +68,6 @@ class ModelSpec(Protocol):
 S = TypeVar("S", bound=ModelSpec)
 
 
-@cache
-def _is_composite(func: OpOverload) -> bool:
-    """Return whether an operator consists of other operators; attributes of imitated tensors are no operators."""
-    return func.namespace != "prim" and func._can_decompose()
-
-
 class _Ledger(TorchDispatchMode):
     """The ledger of saved storages and, as a mode, of FLOPs, each booked on the part that computes at the time.
     ``FlopCounterMode`` has the same total and takes half as long again, because it also keeps a table of modules."""
@@ -102,7 +95,7 @@ class _Ledger(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         options = kwargs or {}
-        if _is_composite(func):
+        if func.namespace != "prim" and func._can_decompose():  # "prim": attributes of imitated tensors
             with self:
                 return func.decompose(*args, **options)
         output = func(*args, **options)
@@ -158,11 +151,8 @@ class _Ledger(TorchDispatchMode):
             if "part" in notes:
                 continue
             notes["part"] = part = self._stack[-1]
-            node.register_prehook(lambda grads, part=part: self._turn(part))
+            node.register_prehook(lambda grads, part=part: self._stack.__setitem__(-1, part))
             nodes += [following for following, _ in node.next_functions]
-
-    def _turn(self, part: str) -> None:
-        self._stack[-1] = part
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

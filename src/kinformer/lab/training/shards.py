@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from kinformer.runtime.compiling import is_sharded, local_part
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 SHARDS = "shards"
 _NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -181,13 +178,11 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _begin(tensor: DTensor) -> int | None:
+def _begin(tensor: Any) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
-    from torch.distributed.tensor import Shard
-
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
-    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if placement.is_shard()}
     if any(number for axis, number in enumerate(at) if axis not in dims):
         return None
     if not dims:
