@@ -122,10 +122,7 @@ class Architecture:
         return model
 
     def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
-        """Return the weights of our ``model``; ``config``: the ``config.json``.
-
-        Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
-        """
+        """Return the weights of our ``model``; ``config``: the ``config.json``."""
         weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
         return without_tied_output(weights, folder) if model["head"].get("tied") else weights
 

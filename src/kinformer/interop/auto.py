@@ -213,8 +213,6 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
         The rows of old ids stay. The rows of new ids are the mean of the old rows; without ``mean_resizing`` they are
         drawn as in a new model.
-
-        Errors: ``KinformerError`` for a model whose input or head divides its ids into parts.
         """
         old = self.model.vocab_size
         size = new_num_tokens or old
@@ -321,10 +319,7 @@ OF_SOUND = "a model of sound returns logits and attention weights alone; leave i
 
 
 def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None, time: int) -> Tensor:
-    """Return the probabilities [batch, heads, queries, keys] of a call of ``mixer``, in the order of the caller.
-
-    Errors: ``KinformerError`` for a mixer that does not compute probabilities of tokens.
-    """
+    """Return the probabilities [batch, heads, queries, keys] of a call of ``mixer``, in the order of the caller."""
     reason = ""
     try:
         with evaluating(mixer):

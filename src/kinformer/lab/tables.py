@@ -91,8 +91,6 @@ def writing_table(path: str | Path) -> Iterator[WriteRow]:
     Each row is written at once, so earlier rows stay in the file where a later row fails. In CSV and TSV, a list of
     mappings becomes columns of their keys, numbered from the second mapping (``class``, ``probability``, ``class_2``,
     ...), and any other list becomes JSON.
-
-    Errors: ``KinformerError`` for another ending, and where the file cannot be written.
     """
     path = Path(path).expanduser()
     check_table("out", path)
@@ -159,10 +157,7 @@ def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return the bytes of the file ``path``, unpacked where it is gzip.
-
-    Errors: ``KinformerError`` for a file that cannot be read, is damaged, or unpacks to far more than its size.
-    """
+    """Return the bytes of the file ``path``, unpacked where it is gzip."""
     require_file(path)
     with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
         packed = file.read(2) == GZIP
@@ -183,10 +178,7 @@ def _unpacked(path: Path, file: BinaryIO) -> bytes:
 
 
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:
-    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays.
-
-    Errors: ``KinformerError`` for another kind of file, a damaged archive, wrong sizes, and an array of objects.
-    """
+    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays."""
     require_file(path)
     with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), _opened(path) as archive:
         entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}

@@ -85,8 +85,7 @@ def hold_out(
 ) -> dict[str, np.ndarray]:
     """Return the indices of the splits that are not ``present``, in the training data, and of the rest of these data.
     Each missing split takes the next ``share`` of the training data in the order of their ``digests``, the same shuffle
-    on every machine. With ``holdout``, this share is both validation and test. Errors: ``KinformerError`` where nothing
-    is left of the data at ``place``, which are called ``what``."""
+    on every machine. With ``holdout``, this share is both validation and test."""
     train, rows = np.argsort(np.asarray(digests), kind="stable"), dict[str, np.ndarray]()
     count = math.ceil((share if holdout is None else holdout) * len(train))
     for name in ("test", "validation"):

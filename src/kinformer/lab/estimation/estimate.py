@@ -322,8 +322,6 @@ def estimate(
     activations include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers,
     activations are the most bytes alive at once, and a step's FLOPs include the recomputation. Inference memory is
     weights and the state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
-
-    Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
     choose(optimizer, OPTIMIZERS, "optimizer")
     with unallocated():

@@ -78,8 +78,7 @@ class ContinuationScorer:
         """The tokens that the model has read so far, padding not counted."""
 
     def scores(self, continuations: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        """Yield the number of each of ``continuations`` and its score, in the order in which they are computed.
-        Errors: ``KinformerError`` for a continuation longer than ``length``, and for predictions of NaN."""
+        """Yield the number of each of ``continuations`` and its score, in the order in which they are computed."""
         by_context: dict[Ids, list[tuple[int, Ids]]] = defaultdict(list)
         for number, (context, tokens) in enumerate(continuations):
             if not tokens:

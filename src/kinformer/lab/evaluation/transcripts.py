@@ -29,8 +29,7 @@ class Errors(NamedTuple):
 
 
 def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Sequence[object]]) -> Errors:
-    """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
-    Errors: ``KinformerError`` where jiwer is not installed."""
+    """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs."""
     number: dict[object, str] = {}
     texts = [
         [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some]

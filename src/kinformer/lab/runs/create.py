@@ -220,10 +220,7 @@ MAY_CHANGE = {
 
 
 def resume(options: TrainOptions) -> tuple[Run, Settings]:
-    """Return the run in the folder ``options.out`` and its settings, updated by the new options that may change.
-
-    Errors: ``KinformerError`` for options or data that differ from the run's own.
-    """
+    """Return the run in the folder ``options.out`` and its settings, updated by the new options that may change."""
     run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
         raise KinformerError(f"{run.folder}: holds a run of {run.member!r}; give another `out` for {options.member!r}.")
@@ -306,10 +303,7 @@ _SHOWN = 6
 
 def inherited_by(run: Run, base: Run) -> Inheritance:
     """Return the weights that the model of ``run`` inherits from the model of ``base``; a head is new where the two
-    runs predict different things.
-
-    Errors: ``KinformerError`` if no weight fits.
-    """
+    runs predict different things."""
     names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
     heads = [getattr(item.config, "head", None) for item in (base, run)]
     same = names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)

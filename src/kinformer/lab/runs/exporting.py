@@ -217,10 +217,7 @@ LEAST_SHARE = 1e-4
 def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tensor], dtype: str) -> int:
     """Write the difference of ``weights`` from the weights that ``run`` began with as an adapter for the library PEFT,
     and return its parameters. The layouts of transformers cut and join weights, so the factors of each difference come
-    from its singular values.
-
-    Errors: ``KinformerError`` for a run that was not trained with ``lora``, or whose base run is gone.
-    """
+    from its singular values."""
     if not run.training.get("lora"):
         raise KinformerError(f"`adapter`: {run.folder} was not trained with `lora`; leave it out.")
     base, begun_with = Path(run.data["init"]).name, best_weights(open_run(run.data["init"]).folder)[0]

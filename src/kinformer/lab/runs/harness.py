@@ -89,8 +89,6 @@ def drawing_of(options: JsonObject) -> Drawing:
     """Return the ``Drawing`` that a task's ``generation_kwargs`` ask for.
 
     Decoding is greedy unless `do_sample` or a temperature is set.
-
-    Errors: ``KinformerError`` for an option that generation here does not have.
     """
     values = {name: value for name, value in options.items() if value is not None}
     until = values.pop("until", [])

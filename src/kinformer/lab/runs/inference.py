@@ -35,10 +35,7 @@ from kinformer.runtime.parsing import dump_json
 
 
 def language_model_of(task_options: object, device: torch.device) -> LoadedRun | None:
-    """Return the run that ``task_options`` name as language model, with its model on ``device``; None without one.
-
-    Errors: ``KinformerError`` for a run that continues no text.
-    """
+    """Return the run that ``task_options`` name as language model, with its model on ``device``; None without one."""
     name = getattr(task_options, "language_model", None)
     if name is None:
         return None
@@ -169,10 +166,7 @@ def generate(
 
 
 def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
-    """Return a new conversation with the run in ``folder``.
-
-    Errors: ``KinformerError`` for a run whose task does not continue texts by sampling.
-    """
+    """Return a new conversation with the run in ``folder``."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -236,8 +230,6 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
     """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one.
 
     source: a file or a folder, "-" for standard input, or a list of items.
-
-    Errors: ``KinformerError`` for a task that predicts nothing, an option that it does not read, and a bad item.
     """
     run = open_run(folder)
     if run.task.prediction.refusal is not None:
@@ -261,8 +253,6 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
     """Yield the items of ``source`` in order, each with its vector.
 
     source: a file or a folder, "-" for standard input, or a list of texts or of paths.
-
-    Errors: ``KinformerError`` for a run that reads neither text, images nor sound, and for a bad item.
     """
     run = open_run(folder)
     for option in ("text_field", "label_field", "format"):

@@ -269,10 +269,7 @@ class Inheritance:
 
 def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head: bool = True) -> Inheritance:
     """Return the weights that a model of ``config`` takes from the run of ``base`` at ``place``; without ``head`` its
-    head is new. Nothing is allocated.
-
-    Errors: ``KinformerError`` where the widths or the vocabularies differ, or no matrix can be taken.
-    """
+    head is new. Nothing is allocated."""
     require_width(base, config, place)
     (before, shared_before), (after, shared) = _described(base), _described(config)
     if not head:

@@ -76,10 +76,7 @@ _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", i
 
 
 def read_config(place: Path) -> JsonObject:
-    """Return the table in the file ``place``.
-
-    Errors: ``KinformerError`` for another file, a missing key, and a value of a wrong type.
-    """
+    """Return the table in the file ``place``."""
     folder = place.parent
     if not os.path.exists(place):  # Path.exists raises for a long name
         raise KinformerError(
@@ -268,10 +265,7 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """Return the run in a folder.
-
-    Errors: ``KinformerError`` for a folder without a run, or with a damaged run.
-    """
+    """Return the run in ``folder``, without reading its weights."""
     require_path("run", folder)
     folder = Path(folder)
     place = folder / CONFIG

@@ -276,10 +276,7 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
 
 
 def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
-    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None.
-
-    Errors: ``KinformerError`` for any other part of the text.
-    """
+    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None."""
     if text is None:
         return tuple(range(1, highest + 1))
     parts = [part.strip() for part in text.split(",")]
@@ -349,10 +346,7 @@ def check(path: Path) -> None:
 
 
 def write(traced: Trace, path: Path) -> None:
-    """Write a trace as a page (.html) or as its tensors by name (.npz); the ending of ``path`` decides.
-
-    Errors: ``KinformerError`` for a page without the package jinja2.
-    """
+    """Write a trace as a page (.html) or as its tensors by name (.npz); the ending of ``path`` decides."""
     if path.suffix.lower() == ".html":
         page = _page(traced)
         write_atomic(path, lambda target: target.write_text(page, encoding="utf-8"))

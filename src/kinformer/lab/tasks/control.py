@@ -222,9 +222,6 @@ def predict(
 
     A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as
     None in a list, begins a new episode. Every action follows all observations of its episode so far.
-
-    Errors: ``KinformerError`` for a line whose count of numbers is not the environment's, or with an infinite number or
-    NaN.
     """
     environment = Environments(open_environment(subject.run.options).env)
     environment.close()

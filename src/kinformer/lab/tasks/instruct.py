@@ -115,8 +115,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def messages_of(place: str, row: object) -> list[dict[str, str]]:
-    """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two.
-    Errors: ``KinformerError`` for another row, for roles out of order, and for a row without an answer."""
+    """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two."""
     row = row if isinstance(row, dict) else {}
     messages = row.get("messages")
     if "prompt" in row and "completion" in row:

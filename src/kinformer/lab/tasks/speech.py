@@ -353,8 +353,7 @@ def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -
 def decoder_of(
     subject: LoadedRun, symbols: Sequence[str], unit: str, prefixes: int, options: DecodingOptions
 ) -> Callable[[Tensor], list[int]]:
-    """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``.
-    Errors: ``KinformerError`` for a language model whose tokens are not single symbols."""
+    """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``."""
     if prefixes == 1:
         return greedy
     beside = subject.language_model

@@ -271,8 +271,7 @@ def whole_length(run: TrainedRun, model: Model) -> int:
 
 
 def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
-    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
-    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8."""
+    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector."""
     run = subject.run
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
@@ -341,8 +340,7 @@ class TextEmbedder(TextReader):
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
     """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid`` [batch,
-    time] positions come first.
-    Errors: ``KinformerError`` where a vector is not finite."""
+    time] positions come first."""
     states, counts = hidden_states.float(), valid.sum(1)
     if pooling == "first":
         vectors = states[:, 0]
