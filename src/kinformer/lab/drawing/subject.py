@@ -8,16 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer.core.config import Config, field_types, from_dict, override
 from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import PatternConfig, Position, PositionConfig
 from kinformer.core.pattern import Pattern
-from kinformer.core.stack import EmbeddingConfig
+from kinformer.core.stack import EmbeddingConfig, ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, nearest_member
@@ -52,12 +53,6 @@ from kinformer.models.encoder import Encoder
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.stack import ModelConfig
-
 
 M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1

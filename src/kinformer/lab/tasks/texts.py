@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
+from kinformer.core.model import CausalModel, Model, StackedCausalModel, StackedWholeModel, device_of
 from kinformer.core.pattern import Pattern
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, BosEos, lay
 from kinformer.lab.data.files import shared_bytes
@@ -24,28 +25,21 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     EmbeddingSettings,
     Evaluation,
+    EvaluationSettings,
     ItemSettings,
     LoadedRun,
+    PredictionSettings,
     TextTable,
     TrainedRun,
     evaluated,
     in_batches,
     input_of,
 )
-from kinformer.lab.tasks.task import Source
+from kinformer.lab.tasks.task import Data, Source, TrainingPlan
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note, note_once
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.model import Model
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.evaluation import EvaluationSettings, PredictionSettings
-    from kinformer.lab.tasks.task import Data, TrainingPlan
-
 
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
