@@ -180,19 +180,15 @@ def _unpacked(path: Path, file: BinaryIO) -> bytes:
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:
     """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays."""
     require_file(path)
-    with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), _opened(path) as archive:
+    with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), path.open("rb") as file:
+        if file.read(len(_ONE_ARRAY)) == _ONE_ARRAY:
+            raise KinformerError(f"{path}: is a single array, but must be an .npz of several; use numpy.savez.")
+        archive = zipfile.ZipFile(file)
         entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
         chosen = {name: entry for name, entry in entries.items() if wanted(name)}
         packed = min(path.stat().st_size, sum(entry.compress_size for entry in chosen.values()))
         check_ratio(path, sum(entry.file_size for entry in chosen.values()), packed)
         return {name: _array(path, archive, entry) for name, entry in chosen.items()}, list(entries)
-
-
-def _opened(path: Path) -> zipfile.ZipFile:
-    with path.open("rb") as file:
-        if file.read(len(_ONE_ARRAY)) == _ONE_ARRAY:
-            raise KinformerError(f"{path}: is a single array, but must be an .npz of several; use numpy.savez.")
-    return zipfile.ZipFile(path)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ndarray:

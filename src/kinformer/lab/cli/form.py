@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.family.table import FAMILY
-from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.cli.output import print_json, print_table
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
@@ -57,8 +57,9 @@ class Printing(Checked):
         """Print ``facts`` with ``--json``, else the lines and tables of ``text``; return the exit status 0."""
         if self.json:
             print_json(facts)
-        else:
-            print_blocks(text)
+            return 0
+        for block in text:
+            print_table(*block) if isinstance(block, TextTable) else print(block)
         return 0
 
 

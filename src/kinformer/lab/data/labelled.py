@@ -555,8 +555,6 @@ def open_labelled(
     ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these do not have
     the usual names. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at
     once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
-
-    Raises :class:`KinformerError` for a missing path, and for a path without labelled examples.
     """
     require_share("holdout", holdout)
     path = existing_path(spec, "give a folder with a folder per class, or a .tsv, .csv or .jsonl file")

@@ -260,6 +260,15 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
         constant = constant + read.weights[..., :before] @ read.values[:, :before]
     if before:
         lacking += f" What a row lacks of 1 is on the global input, {plural(before, 'token')} before the text."
+    buckets, span, spans = read.buckets, getattr(mixer, "span", None), None
+    if buckets is not None:  # only the last heads have buckets, and the others get -1
+        rest = len(read.weights) - len(buckets)
+        buckets = torch.cat([buckets.new_full((rest, *buckets.shape[1:]), -1), buckets])[index]
+    if isinstance(span, Span):
+        spans = torch.tensor(span.spans())[index]
+    elif isinstance(span, TokenSpan):
+        with torch.no_grad():
+            spans = span.of(x)[0].cpu()[index]
     return replace(
         untraced,
         heads=chosen,
@@ -270,8 +279,8 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
         implied=bool(read.implied),
         keys=read.keys,
         note=(f"These weights are {read.implied}." if read.implied else lacking).strip(),
-        buckets=_buckets(read.buckets, len(read.weights), index),
-        spans=_spans(mixer, x, index),
+        buckets=buckets,
+        spans=spans,
     )
 
 
@@ -285,24 +294,6 @@ def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[in
         if part not in valid:
             raise KinformerError(f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some.")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
-    """Return the buckets of the heads ``index``; only the last heads have buckets, and the others get -1."""
-    if buckets is None:
-        return None
-    return torch.cat([buckets.new_full((heads - len(buckets), *buckets.shape[1:]), -1), buckets])[index]
-
-
-def _spans(mixer: nn.Module, x: Tensor, index: Tensor) -> Tensor | None:
-    """Return the spans [heads] of the heads ``index``, or [heads, tokens] if each token has a span."""
-    span = getattr(mixer, "span", None)
-    if isinstance(span, Span):
-        return torch.tensor(span.spans())[index]
-    if isinstance(span, TokenSpan):
-        with torch.no_grad():
-            return span.of(x)[0].cpu()[index]
-    return None
 
 
 def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
