@@ -728,9 +728,9 @@ class KinformerForSeq2SeqLM(ContinuingModel):
             if state is None:
                 if encoder_outputs is None:
                     encoder_outputs = self.get_encoder()(require_ids(input_ids, options), attention_mask)
-                hidden: Tensor = encoder_outputs[0]
-                valid = valid_in(attention_mask, hidden[..., 0])
-                state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+                source: Tensor = encoder_outputs[0]
+                hidden, valid = source, valid_in(attention_mask, source[..., 0])
+                state = self.model.initial_state(len(source), device=source.device, source=source, source_valid=valid)
             valid = valid_of(decoder_attention_mask, decoder_input_ids)
             logits, state = self._continued(decoder_input_ids, valid, cache, state)
         loss = self._loss_of(logits, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])

@@ -480,7 +480,6 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _columns_in(names: Sequence[str]) -> dict[str, str]:
-    """Return which of ``names`` is which column."""
     # The later names of a column are looked for first, so that the earlier ones replace them.
     return {ours: name for ours, usual in _COLUMNS.items() for name in reversed(usual) if name in names}
 

@@ -218,21 +218,6 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
     return groups
 
 
-def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int, cells: int) -> PatternPanel:
-    """Return the panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
-    length = cells * tokens_per_cell
-    shares, pairs = shares_of(pattern.sized(length), tokens_per_cell, cells), tokens_per_cell**2
-    return PatternPanel(
-        place=place,
-        name=name,
-        shares=shares,
-        tokens_per_cell=tokens_per_cell,
-        causal=pattern.ahead == 0,
-        length=length,
-        allowed_pairs=round(float(shares.sum()) * pairs),
-    )
-
-
 def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
     """Return the share of allowed pairs of every cell, [cells, cells], a row of cells at a time."""
     keys = torch.arange(cells * tokens_per_cell)[None]

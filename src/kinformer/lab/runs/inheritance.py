@@ -93,7 +93,6 @@ def _layer(base: Config, recipe: Config) -> Config:
 
 
 def _mixer(base: Config, recipe: Config) -> Config:
-    """Return the mixer ``recipe`` with the heads of ``base``."""
     old, new = _fields(base), _fields(recipe)
     changes = {name: old[name] for name in _in_both(SIZES, old, new)}
     if new.get("value_dim") and new.get("head_dim") and "head_dim" in old:

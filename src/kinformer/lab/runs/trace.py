@@ -235,7 +235,6 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
 
 
 def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> AttentionTrace:
-    """Return the trace of one call of a mixer."""
     mixer, x = call.mixer, call.inputs[0]
     x = x.x if isinstance(x, Chunk) else x
     assert isinstance(x, Tensor)  # the vectors [1, tokens, dim] that the mixer read

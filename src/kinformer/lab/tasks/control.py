@@ -257,7 +257,6 @@ def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[tupl
 
 
 def _numbers(line: str | Iterable[float], place: str, size: int) -> np.ndarray:
-    """Return the ``size`` numbers of a line."""
     items: Iterable[float | str] = line
     try:
         if isinstance(line, str):
