@@ -151,13 +151,17 @@ class Job:
                 f"{MOST_VALUES:,}; lower n, max_tokens or logprobs, or send less of prompt."
             )
 
+    @property
+    def _most_behind(self) -> int:
+        """Return how many pieces may wait for a client that reads a stream."""
+        rows = min(self.choices, self.engine.limits.max_streams)
+        return 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
+
     def _send(self, item: Piece | KinformerError) -> None:
         """Pass a piece to the event loop, from any thread; end a stream whose client is too far behind."""
         if self._overflowed:
             return
-        rows = min(self.choices, self.engine.limits.max_streams)
-        most_behind = 2 * self.choices + rows * (MOST_BEHIND // (1 + (self.body.logprobs or 0)))
-        if self._loop is not None and self.body.stream and self._sent - self._taken >= most_behind:
+        if self._loop is not None and self.body.stream and self._sent - self._taken >= self._most_behind:
             self._overflowed = True
             self.cancel()
             behind = plural(self._sent - self._taken, "piece")
