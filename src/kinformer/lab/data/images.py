@@ -250,8 +250,8 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def require_rows(path: Path) -> None:
-    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``KinformerError``
-    for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format after its head."""
+    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``ValueError`` or
+    ``zlib.error`` where the file breaks the PNG format after its head."""
     chunks = list(_chunks(path))
     expected = next((_bytes(*struct.unpack(">IIBBBBB", chunk[:13])) for name, chunk in chunks if name == b"IHDR"), 0)
     rows = b"".join(chunk for name, chunk in chunks if name == b"IDAT")

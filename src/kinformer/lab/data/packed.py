@@ -153,7 +153,7 @@ def is_packed(spec: str | Path) -> bool:
 
 
 def read_manifest(folder: Path) -> JsonObject:
-    """Return the manifest of ``folder``. Errors: ``KinformerError`` for a missing or damaged manifest."""
+    """Return the manifest of ``folder``."""
     place = folder / MANIFEST
     if not place.exists() and (folder / UNFINISHED).exists():
         raise KinformerError(f"{folder}: is unfinished; repeat the command that packs it, which continues.")

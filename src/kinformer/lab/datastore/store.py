@@ -137,10 +137,9 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
 
 
 class Datastore:
-    """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays. Errors:
-    ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than ``origin``. The
-    sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely with
-    ``check_all``."""
+    """A whole datastore, read-only, of the model ``origin``. ``keys`` [entries, dim] and ``tokens`` [entries] are
+    mapped arrays. The sizes are always checked. The contents are checked in up to eight evenly spread pieces, or
+    entirely with ``check_all``."""
 
     def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
         self.folder = Path(folder)

@@ -306,7 +306,7 @@ def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSetting
 
 
 def problem_in(prompt: str | bytes) -> str:
-    """Return the problem in a prompt. Errors: ``KinformerError`` where it holds none."""
+    """Return the problem in a prompt."""
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
     if not text.endswith("=") or not set(text) <= set(SYMBOLS):
         raise KinformerError(

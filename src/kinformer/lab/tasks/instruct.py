@@ -75,8 +75,7 @@ class Conversations(Identified):
 
 
 def open_conversations(source: Source, options: InstructOptions, cache: Path | None = None) -> Conversations:
-    """Return the conversations that ``source`` names, in the template that the user names or the template of the run.
-    Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template."""
+    """Return the conversations that ``source`` names, in the template that the user or the run names."""
     assert source.tokenizer is not None
     require_share("holdout", source.holdout)
     path = Path(source.spec)

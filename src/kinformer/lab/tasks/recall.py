@@ -209,7 +209,7 @@ def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSetting
 
 
 def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
-    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word other than a number below ``symbols``."""
+    """Return the numbers of a prompt, each below ``symbols``."""
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     for word in words:
         if not (word.isdecimal() and int(word) < symbols):
