@@ -106,6 +106,23 @@ def test_the_last_line_says_that_a_simple_rule_is_ahead(cli, labelled, tmp_path)
     assert kinformer.evaluate(run).baselines["character_ngrams"] == 1.0
 
 
+def test_enough_text_brings_a_vocabulary_of_its_own(labelled, tmp_path):
+    """Examples of 200 kB are read as 2,000 tokens, few examples as bytes."""
+    draw, path = random.Random(1), tmp_path / "words.csv"
+    words = [["".join(draw.choices("abcdefghij", k=7)) for _ in range(1500)] for _ in range(2)]
+    rows = [f"{' '.join(draw.choices(words[row % 2], k=12))},{'yz'[row % 2]}" for row in range(2400)]
+    path.write_text("\n".join(["text,label", *rows]))
+    run = kinformer.train("gpt", task="classify", data=path, steps=1, out=tmp_path / "words", **QUICK)
+    assert run.tokenizer.vocab_size == 2000 and run.config.input.vocab_size == 2000 + 3
+    assert len(run.tokenizer.encode(words[0][0])) < 7
+    few = kinformer.train("gpt", task="classify", data=labelled, steps=1, out=tmp_path / "few", **QUICK)
+    assert few.tokenizer.vocab_size == 256
+    own = kinformer.train("gpt", task="classify", data=labelled, train_tokenizer=300, steps=1, out=tmp_path / "own",
+                          **QUICK)  # fmt: skip
+    assert 256 < own.tokenizer.vocab_size <= 300
+    assert next(iter(kinformer.predict(own.folder, ["xyw"])))["classes"]
+
+
 def test_character_ngrams_read_a_bounded_part(labelled, monkeypatch):
     data = open_labelled(str(labelled))
     train, test = data.splits["train"], data.splits["test"]

@@ -29,7 +29,17 @@ from torch.nn import functional
 
 from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.core.stack import ModelConfig
-from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
+from kinformer.lab.data import (
+    IGNORED,
+    BosEos,
+    Buckets,
+    ByteTokenizer,
+    Examples,
+    Labelled,
+    Rows,
+    Tokenizer,
+    open_labelled,
+)
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tables import PredictionTable
@@ -53,6 +63,7 @@ from kinformer.lab.tasks.texts import (
     spec_of,
     texts_in,
     tokenizer_of,
+    vocabulary_for,
     whole_length,
 )
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, stretch_of_rows
@@ -76,6 +87,17 @@ def open_examples(source: Source, options: ClassifyOptions | ListOpsOptions, cac
         return open_listops(options.examples, options.bounds, cache=cache)
     fields = {"text_field": source.text_field, "label_field": options.label_field}
     return open_labelled(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout, **fields)
+
+
+def default_vocabulary(source: Source, options: ClassifyOptions) -> int | None:
+    """Return the size of a new vocabulary for the examples; None for bytes."""
+    return vocabulary_for(int(open_examples(source, options).splits["train"].lengths.sum()))
+
+
+def texts_of(source: Source, options: ClassifyOptions) -> Iterator[str]:
+    """Return the texts of the training split."""
+    train, read = open_examples(source, options).splits["train"], ByteTokenizer()
+    return (read.decode(train.tokens(index)) for index in range(len(train)))
 
 
 def vocab_size(data: Labelled) -> int:

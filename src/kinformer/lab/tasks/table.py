@@ -86,7 +86,6 @@ CLASSIFY = Task(
         missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
         tokenized=True,
         columns=True,
-        refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
     ),
     evaluation=EvaluationNeeds(refused={"first": "is for text, not for examples; leave it out.", **NO_SEED.refused}),
     generation=Generation(refusal=READS_WHOLE_TEXTS),
@@ -102,7 +101,8 @@ CLASSIFY = Task(
     embed="texts:embed_texts",
     **implement(
         "classify",
-        "vocab_size row_lengths fit check tell predict open=open_examples data_module=training_rows measure=evaluate",
+        "default_vocabulary vocab_size row_lengths fit check tell predict open=open_examples texts=texts_of "
+        "data_module=training_rows measure=evaluate",
     ),
 )
 MPP = Task(
