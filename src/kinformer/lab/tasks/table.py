@@ -93,6 +93,7 @@ CLASSIFY = Task(
     metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
     objectives={"classification": "classify:Classification"},
     settings={"batch_size": 32},
+    in_minutes={"set": dict.fromkeys(("dropout", "layers.*.dropout"), 0.1)},
     rivals={"guessing": "the most frequent class", "character_ngrams": "character n-grams with logistic regression"},
     advice="give more `minutes`, `steps` or examples, or begin with a pretrained run by `init`",
     use="kinformer predict {} FILE",
@@ -388,6 +389,7 @@ RECORDS = (
             refused={**CLASSIFY.evaluation.refused, "data": "ListOps brings its own data; leave it out."}
         ),
         settings={},
+        in_minutes={},
         rivals={"guessing": "the most frequent class"},
         advice="give more `minutes` or `steps`, more `examples`, and a `length` that cuts no expression",
         use="",
