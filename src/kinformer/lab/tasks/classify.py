@@ -29,17 +29,7 @@ from torch.nn import functional
 
 from kinformer.core.model import CausalModel, WholeModel, device_of
 from kinformer.core.stack import ModelConfig
-from kinformer.lab.data import (
-    IGNORED,
-    BosEos,
-    Buckets,
-    ByteTokenizer,
-    Examples,
-    Labelled,
-    Rows,
-    Tokenizer,
-    open_labelled,
-)
+from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
 from kinformer.lab.tables import PredictionTable
@@ -96,8 +86,8 @@ def default_vocabulary(source: Source, options: ClassifyOptions) -> int | None:
 
 def texts_of(source: Source, options: ClassifyOptions) -> Iterator[str]:
     """Return the texts of the training split."""
-    train, read = open_examples(source, options).splits["train"], ByteTokenizer()
-    return (read.decode(train.tokens(index)) for index in range(len(train)))
+    train = open_examples(source, options).splits["train"]
+    return (bytes(train.tokens(index)).decode("utf-8", "replace") for index in range(len(train)))
 
 
 def vocab_size(data: Labelled) -> int:

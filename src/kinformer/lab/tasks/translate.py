@@ -81,9 +81,8 @@ def row_lengths(data: Parallel, config: ModelConfig) -> np.ndarray:
 
 def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
     """Return the size of a new vocabulary for both sides of the pairs; None for bytes."""
-    train = open_parallel(source, options).splits["train"]
-    size = sum(map(len, train.source)) + sum(map(len, train.target))
-    return vocabulary_for(size, OF_NUMBERS if source.spec == NUMBER_WORDS else None)
+    tokens = OF_NUMBERS if source.spec == NUMBER_WORDS else None
+    return vocabulary_for(sum(map(len, texts_of_both(source, options))), tokens)
 
 
 def texts_of_both(source: Source, options: TranslateOptions) -> Iterable[str]:
