@@ -328,7 +328,7 @@ class Turns:
 
 
 def over(options: CompareOptions) -> KinformerError:
-    """Return the error of a time that is over before the plan."""
+    """Return the error for total minutes that end before training."""
     return KinformerError(
         f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more minutes or "
         "fewer members, or repeat it when nothing else runs."
