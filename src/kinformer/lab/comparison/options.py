@@ -14,7 +14,6 @@ from kinformer.runtime.errors import KinformerError, choose, marked, require, re
 from kinformer.runtime.parsing import parse_counts
 
 HYBRID = "hybrid=gated-deltanet:3,rope:1"
-DEFAULT_USE = "text"
 USES: Mapping[str, Mapping[str, Any]] = {
     "text": {
         "members": ("rope", "local", "forgetting", "gated-deltanet", HYBRID),
@@ -24,9 +23,7 @@ USES: Mapping[str, Mapping[str, Any]] = {
         "members": ("rope", "forgetting", "mamba2", "gated-deltanet", HYBRID), "total_minutes": 30.0,
         "length": 1024, "batch_size": 1, "contexts": "1x,4x,16x", "lengths": "1024,4096,16384",
     },
-    "recall": {
-        "members": ("rope", "linear-transformer", "mamba2", "gated-deltanet", HYBRID), "task": "recall",
-    },
+    "recall": {"members": ("rope", "linear-transformer", "mamba2", "gated-deltanet", HYBRID), "task": "recall"},
     "speed": {
         "members": ("rope", "local", "linear-transformer", "mamba2", "gated-deltanet"), "lengths": "512,2048,8192",
     },
@@ -223,7 +220,7 @@ def parse_spec(spec: str) -> tuple[str, str, tuple[tuple[str, int], ...]]:
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
     """Return the members and options of a comparison; the use, if any, chooses missing members and options."""
-    use: Any = options.for_ or (None if members else DEFAULT_USE)
+    use: Any = options.for_ or (None if members else "text")
     chosen = {"total_minutes": USUAL_MINUTES} | (dict(USES[use]) if use else {})
     members = members or chosen["members"]
     chosen.pop("members", None)
