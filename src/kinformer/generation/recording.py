@@ -329,8 +329,8 @@ def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
 def compile_calls(
     calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref], parts: Sequence[int] = ()
 ) -> Function:
-    """Return ``calls`` as a function that PyTorch runs without Python, of ``inputs`` and then ``captured`` tensors; both
-    are numbers here. It returns the tuple of ``outputs``. Behind the first input stand buffers of slots, as many as in
+    """Return ``calls`` as a function that PyTorch runs without Python, of ``inputs`` and then ``captured`` tensors;
+    both are numbers. It returns the tuple of ``outputs``. Behind the first input stand buffers of slots, as many as in
     each of ``parts``, in place of their views, and behind all tensors the bounds of each part's slots."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
