@@ -237,8 +237,8 @@ def main() -> None:
         save(options, "llama_cpp_long", facts | {"rows": rows})
         return
     counts = {"small": 8, "base": 4} if options.quick else {"small": 32, "base": 12}
-    products = [row for shape in options.shapes for row in measure_products(shape, rounds)]
     rows = [row for shape in options.shapes for row in measure(library, shape, counts[shape], rounds)]
+    products = [row for shape in options.shapes for row in measure_products(shape, rounds)]
     show("beside llama.cpp, ms", list(rows[0]), [list(row.values()) for row in rows])
     save(options, "llama_cpp", facts | {"rows": rows, "products": products})
 

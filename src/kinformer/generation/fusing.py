@@ -136,8 +136,8 @@ class Fusion:
         arguments = tensors, self._constant(torch.tensor([first, *rows]))
         calls = [stretch[0]._replace(operator=native.chain, arguments=arguments, results=(made.number,))]
         for number, result in ((number, self._results[number]) for number in outer):
-            arguments = made, list(result.shape), list(result.stride()), places[number]
-            calls.append(calls[0]._replace(operator=_PART, arguments=arguments, results=(number,)))
+            strided = made, list(result.shape), list(result.stride()), places[number]
+            calls.append(calls[0]._replace(operator=_PART, arguments=strided, results=(number,)))
         return calls
 
     def _maker(self, ref: Any) -> Any:
