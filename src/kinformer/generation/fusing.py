@@ -40,7 +40,7 @@ _FAR = ("cat", ("", *_WAVES, "rest"), -1)
 
 class Fusion:
     """The ``calls`` of a tape with the results ``outputs``; ``results``: the tensors of references from 0 on;
-    ``captured``: those of the others, to which constants are added."""
+    ``captured``: the tensors of all other references. Constants are added to ``captured``."""
 
     def __init__(
         self, calls: Sequence[Call], outputs: Sequence[Any], results: Sequence[Tensor], captured: list[Tensor]
@@ -112,8 +112,8 @@ class Fusion:
         return len(storages) == 1 and not call.operator._schema.is_mutable
 
     def _chain(self, stretch: list[Call], inside: dict[int, int], needed: set[int]) -> list[Call]:
-        """Return the chain of the calls ``stretch`` and its results that are among ``needed``; ``native.c`` describes
-        the program."""
+        """Return one call for the calls ``stretch``, and the calls that take the ``needed`` results out of its result.
+        ``native.c`` describes the program."""
         outer = {inside[number] for number in needed & inside.keys()}
         sizes = [-(-self._result(call).numel() // 32) * 32 for call in stretch]
         places = dict(zip((call.results[0] for call in stretch), accumulate(sizes, initial=0), strict=False))

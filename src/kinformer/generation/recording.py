@@ -405,7 +405,7 @@ _LIMIT = 4
 
 
 class Derived:
-    """A collection that is not copied or saved with the model that stores it."""
+    """A collection that a model stores, and that is not copied or saved with the model."""
 
     def __deepcopy__(self, memo: object) -> Derived:
         return type(self)()
