@@ -1,12 +1,14 @@
 """Steps of generation without Python: recorded once and then run.
 
 The first part is the tape of operators, the second the recordings that a model stores, the third the recording of a
-step, and the fourth the leaves of a state by name. ``benchmarks/step_recording.py`` measures what recordings gain.
+step, the fourth its form on a GPU, a CUDA graph, and the fifth the leaves of a state by name.
+``benchmarks/step_recording.py`` and ``benchmarks/gpu.py`` measure what recordings gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, count, repeat
@@ -21,7 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.core.attention_state import ReservedSlots
+from kinformer.core.attention_state import ReservedSlots, SlotRange
 from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.generation import native
@@ -89,12 +91,14 @@ class Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``."""
+    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``;
+    ``mixed``: an operator that gave tensors and other values, which no call holds."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
+        self.mixed: OpOverload | None = None
         self._all: list[Tensor] = []  # Tensors stay alive, so that Python does not use an id again.
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
@@ -142,7 +146,7 @@ class Tape(TorchDispatchMode):
         if all(tensors):
             self.calls.append(Call(func, noted, tuple(self._number(item) for item in outputs)))
         elif any(tensors):
-            raise UnrecordableError(f"the operator {func} gives tensors and other values")
+            self.mixed = func
         # The other operators return types or sizes to the host, such as ``promote_types``.
         return output
 
@@ -538,16 +542,21 @@ class Recording:
     ) -> None:
         self.function, self.captured, self.twins = function, captured, twins
         self.least, self.retained, self.time = least, retained, time
-        self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
+        self._form, self._most = self.form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged([model]).holds
+
+    def form(self, state: State) -> object:
+        """Return what the recording holds for: the types and sizes of ``state`` without the number of past slots."""
+        return [part.slots.full for part in _parts(state)], *_sizes(state)
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
         """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes."""
         narrow = autocast_dtype(next(tensors(state)).device) is not None
-        if narrow or time != self.time or _form(state) != self._form:
-            return None
+        return None if narrow or time != self.time or self.form(state) != self._form else self._begin(state)
+
+    def _begin(self, state: State) -> RecordedStep | None:
         for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
-            full = part.slots.stop + time > part.capacity
+            full = part.slots.stop + self.time > part.capacity
             if full or part.capacity > most or part.slots.stop - part.slots.start < least:
                 return None
         leaves = _leaves(state)
@@ -560,9 +569,9 @@ class RecordedStep:
     """A :class:`Recording` at work, and the state that it steps."""
 
     def __init__(self, recording: Recording, state: State) -> None:
-        self.recording, self._state = recording, state
+        self.recording, self.state = recording, state
         self._parts = _parts(state)
-        self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
+        self._bounds = _bounds(state)
         self._leaves = _leaves(state)
 
     @property
@@ -578,14 +587,10 @@ class RecordedStep:
 
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
-        recording = self.recording
-        views: list[Tensor] = []
-        after = []
-        for part, (start, stop), retained in zip(self._parts, self._bounds, recording.retained, strict=True):
-            end = stop + recording.time
-            views += part.views(start, stop, recording.time)
-            after.append((start if retained is None else max(start, end - retained), end))
-        self._bounds = after
+        recording, views = self.recording, list[Tensor]()
+        for part, bounds in zip(self._parts, self._bounds, strict=True):
+            views += part.views(*bounds, recording.time)
+        self._bounds = self._bounds_after()
         # Optimised execution makes the first steps slow and the others no faster.
         with torch.jit.optimized_execution(False):
             outputs = recording.function(tokens, *views, *self._leaves, *recording.captured)
@@ -593,10 +598,18 @@ class RecordedStep:
         self._leaves = list(outputs[count:])
         return outputs[:count]
 
+    def _bounds_after(self) -> list[tuple[int, int]]:
+        """Return the bounds of the past slots after another step."""
+        ends = [stop + self.recording.time for _, stop in self._bounds]
+        return [
+            (start if retained is None else max(start, end - retained), end)
+            for (start, _), end, retained in zip(self._bounds, ends, self.recording.retained, strict=True)
+        ]
+
     def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
-        return _map(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
+        return _map(self.state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
 def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
@@ -624,14 +637,13 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
         raise UnrecordableError("a module has hooks, which run in Python")
     if autocast_dtype(tokens.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
-    now = [(part.slots.start, part.slots.stop) for part in parts]
+    if tokens.device.type in CAPTURES:
+        return _record_graph(step, model, tokens, state)
+    now = _bounds(state)
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
-    random = torch.get_rng_state()
     taped = _tape_step(step, tokens, _open(state, one_slot, time))
-    if not torch.equal(random, torch.get_rng_state()):
-        raise UnrecordableError("a step draws random numbers")
-    if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
-        raise UnrecordableError("a leaf of the state changes its shape")
+    if taped.tape.mixed is not None:
+        raise UnrecordableError(f"the operator {taped.tape.mixed} gives tensors and other values")
     calls, bounds, tapes = taped.tape.calls, now, [taped.tape]
     expected = [*taped.outputs, *taped.leaves]
     if parts:
@@ -699,14 +711,18 @@ class _TapedStep(NamedTuple):
 
 def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     """Return a step of ``tokens`` from the state ``opened`` on tape."""
-    parts = _parts(opened)
+    parts, before, random = _parts(opened), _leaves(opened), _random_numbers(tokens.device)
     views = [view for part in parts for view in part.buffers]
-    inputs = (tokens, *views, *_leaves(opened))
+    inputs = (tokens, *views, *before)
     tape = Tape(inputs)
     # Attention of one query is recorded as PyTorch's kernel, which the operator in C then replaces.
-    in_c = {"attend": native.attend} if is_native() else {}
+    in_c = {"attend": native.attend} if tokens.device.type not in CAPTURES and is_native() else {}
     with tape, _WatchedReads(), substituting(in_c):
         outputs, after = step(tokens, opened)
+    if not all(map(torch.equal, random, _random_numbers(tokens.device))):
+        raise UnrecordableError("a step draws random numbers")
+    if [(x.shape, x.dtype) for x in _leaves(after)] != [(x.shape, x.dtype) for x in before]:
+        raise UnrecordableError("a leaf of the state changes its shape")
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
@@ -721,11 +737,15 @@ def _at_any_length(state: State, one: _TapedStep, other: _TapedStep) -> list[Cal
     return at_any_length(one.tape, other.tape, views)
 
 
-def _form(state: State) -> tuple[object, ...]:
+def _random_numbers(device: torch.device) -> list[Tensor]:
+    """Return the states of PyTorch's random numbers on the CPU and on ``device``."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _sizes(state: State) -> tuple[object, ...]:
     """Return the types and sizes of the state, which a recording does not read again, without the number of slots."""
-    slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
-    dtypes = [part.buffers[0].dtype for part in _parts(state)]
-    return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
+    slots = [[(buffer[:, :, :0].shape, buffer.dtype) for buffer in part.buffers] for part in _parts(state)]
+    return slots, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -766,9 +786,170 @@ def _leaves(state: State) -> list[Tensor]:
     return leaves
 
 
+def _bounds(state: State) -> list[tuple[int, int]]:
+    return [(part.slots.start, part.slots.stop) for part in _parts(state)]
+
+
 def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
     return _map(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
+
+
+# A step on a GPU: a CUDA graph of the launches of a step.
+#
+# A graph launches the kernels of a step at once, on the addresses of the tensors that the step had when it was
+# captured. The token, the state and the outputs therefore stay in place: a step copies its token in, and its launches
+# end with copies of the new leaves over the old ones. The number of past slots must not change either, so that they
+# stand in a buffer of a power of two of slots, right-aligned behind invalid slots, like the past of a shorter row in a
+# batch, and move by one slot after a step. Sampling stays outside of the graph.
+#
+# A tape of the step first finds what a graph cannot repeat: reads of the host, random numbers, copies from the host,
+# and leaves that grow. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
+# constant states takes 0.05 to 0.14 of the time of a step in Python. Delete them when it takes 0.8.
+
+_LEAST_SLOTS = 64
+
+
+def captured(function: Callable[[], Item], device: torch.device) -> Callable[[], Item]:
+    """Return a function that repeats, as a CUDA graph, what ``function`` launches on ``device`` and returns the same
+    tensors. ``function`` is called once before, for what first calls allocate and choose."""
+    with torch.cuda.device(device):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = function()
+
+    def replay() -> Item:
+        graph.replay()
+        return result
+
+    return replay
+
+
+CAPTURES = {"cuda": captured}
+"""The types of devices whose steps are captured, and how."""
+_COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
+
+
+class GraphRecording(Recording):
+    """The step of a model whose launches are captured anew for every state in place; ``function`` is the step itself.
+
+    ``idle`` is at most one captured step that no session uses.
+    """
+
+    def __init__(self, step: Step, model: Model | nn.Module, tokens: Tensor, state: State, opened: object) -> None:
+        self.tokens, self.idle = tokens.clone(), list[GraphedStep]()
+        super().__init__(step, (), model, state, (), [part.retained for part in _parts(opened)], tokens.shape[1])
+
+    def slots(self, state: State) -> list[int]:
+        """Return the number of past slots of each reservation in place: enough for the room of ``state``."""
+        sizes = []
+        for part, retained in zip(_parts(state), self.retained, strict=True):
+            needed = part.slots.stop - part.slots.start + max(part.room, self.time)
+            most = max(_LEAST_SLOTS, 1 << (needed + self.time - 1).bit_length()) - self.time
+            sizes.append(most if retained is None else min(most, retained))
+        return sizes
+
+    def form(self, state: State) -> object:
+        return self.slots(state), *_sizes(state)
+
+    def _begin(self, state: State) -> RecordedStep:
+        with suppress(IndexError):
+            return self.idle.pop().load(state)
+        return GraphedStep(self, state)
+
+    def in_place(self, state: State) -> State:
+        """Return a state of the sizes of ``state`` that stays in place; its slots are zeros."""
+        sizes = iter(self.slots(state))
+        return _map(state, lambda part: part.blank(next(sizes), self.time), torch.clone)
+
+
+class GraphedStep(RecordedStep):
+    """A captured step and its state in place.
+
+    Errors: :class:`UnrecordableError` if the device does not capture the step.
+    """
+
+    recording: GraphRecording
+
+    def __init__(self, recording: GraphRecording, state: State) -> None:
+        super().__init__(recording, recording.in_place(state))
+        self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
+        device = self._tokens.device
+        try:
+            self._replay = CAPTURES[device.type](self._go, device)
+        except RuntimeError as error:
+            raise UnrecordableError(f"it cannot be captured as a graph: {error}") from error
+        self.load(state)
+
+    def load(self, state: State) -> GraphedStep:
+        """Copy ``state`` into place, and return this step to continue from there."""
+        self._bounds, self._slots = _bounds(state), [part.slots for part in _parts(state)]
+        for place, part, (start, stop), most in zip(self._parts, _parts(state), self._bounds, self._most, strict=True):
+            first = max(start, stop - most)
+            for buffer, slots in zip(place.buffers, part.buffers, strict=True):
+                buffer[:, :, : most - stop + first] = 0
+                buffer[:, :, most - stop + first : most] = slots[:, :, first:stop]
+        for leaf, value in zip(self._leaves, _leaves(state), strict=True):
+            leaf.copy_(value)
+        return self
+
+    @property
+    def goes_on(self) -> bool:
+        after = zip(self._bounds_after(), self._most, strict=True)
+        room = all(stop - start <= most for (start, stop), most in after)
+        return room and self.recording.holds()
+
+    def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
+        self._tokens.copy_(tokens)
+        self._bounds = self._bounds_after()
+        return [output.clone() for output in self._replay()]
+
+    def release(self) -> State:
+        past, leaves = zip(self._bounds, self._slots, strict=True), iter(self._leaves)
+
+        def part(place: ReservedSlots) -> ReservedSlots:
+            (start, stop), before = next(past)
+            next(leaves)
+            room = max(before.room - (stop - before.stop), 0)
+            return place.copied(SlotRange(min(start, 1), min(start, 1) + stop - start, room, before.full))
+
+        state = _map(self.state, part, lambda _: next(leaves).clone())
+        self.recording.idle[:] = [self]
+        return state
+
+    def _go(self) -> tuple[Tensor, ...]:
+        """Step the state in place, and return the outputs: the launches that a graph repeats."""
+        time, bounds = self.recording.time, [(0, most) for most in self._most]
+        outputs, after = self.recording.function(self._tokens, _open(self.state, bounds, time))
+        held = {x.untyped_storage()._cdata for x in tensors(self.state)}
+        apart = [x.clone() if x.untyped_storage()._cdata in held else x for x in (*outputs, *_leaves(after))]
+        for leaf, value in zip(self._leaves, apart[len(outputs) :], strict=True):
+            leaf.copy_(value)
+        for buffer in chain.from_iterable(part.buffers for part in self._parts):
+            buffer[:, :, :-time] = buffer[:, :, time:].clone()
+        return tuple(apart[: len(outputs)])
+
+
+def _record_graph(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
+    opened = _open(state, _bounds(state), tokens.shape[1])
+    outputs, after = step(tokens, opened)
+    recording = GraphRecording(step, model, tokens, state, opened)
+    place = recording.in_place(state)
+    tape = _tape_step(step, tokens, _open(place, _bounds(place), recording.time)).tape
+    for call in tape.calls:
+        operands = [tape.tensor(ref) for ref in (*_flat(call.arguments, Ref), *map(Ref, call.results))]
+        host = [x for x in operands if x.device != tokens.device]
+        copies = call.operator._schema.name in _COPIES or any(map(Tensor.dim, host))
+        if host and len(host) < len(operands) and copies:  # else the operator takes a number of the host as a constant
+            raise UnrecordableError("a step copies between the host and the device")
+    trial = GraphedStep(recording, state)
+    _compare([*trial.outputs(tokens), *trial._leaves], [*outputs, *_leaves(after)])
+    recording.idle.append(trial)
+    return recording
 
 
 # The leaves of a state by name and in order, for a graph without Python, which takes and returns them.

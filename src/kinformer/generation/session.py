@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import ReservedState, State, map_tensors, nbytes, rebuilt, reclaimed, repeat_rows, reserve
 from kinformer.generation.recording import (
+    CAPTURES,
     RecordedStep,
     Recording,
     UnrecordableError,
@@ -29,6 +30,7 @@ from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, To
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.process import FEW, few_rows
+from kinformer.runtime.progress import note_once
 
 # The requirements of generation: on the model, and on the prompt.
 
@@ -244,14 +246,14 @@ class Steps:
             self._looks_back = _has_slots(state)
         with few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
             if self.running is not None and self.running.goes_on:
-                return self.running.step(tokens), state
+                return self.running.step(tokens), self.running.state
             self.require_dtype()
             state = self.settled(state)
             with trusted_arguments():
                 self.running = self._recorded(tokens, state)
                 if self.running is None:
                     return logits_after(self.model, tokens, state)
-            return self.running.step(tokens), state
+            return self.running.step(tokens), self.running.state
 
     def require_dtype(self) -> None:
         """Raise where the dtype of the weights has changed since the session began: its state has the old dtype."""
@@ -268,24 +270,26 @@ class Steps:
         return state
 
     def abandon(self) -> None:
-        """Drop the running recording and its state, before the session returns to an earlier state."""
-        self.running = None
+        """Drop the running recording's state, before the session returns to an earlier state."""
+        self.settled(None)
 
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
         """Return a recorded step that begins at ``state``; None where no recording fits or pays yet."""
         if not self.recorded:
             return None
-        for recording in self._earlier():
-            if (running := recording.begin(state)) is not None:
-                self._recording = recording
-                return running
-        if self.made > self.record_at:
-            try:
+        try:
+            for recording in self._earlier():
+                if (running := recording.begin(state)) is not None:
+                    self._recording = recording
+                    return running
+            if self.made > self.record_at:
                 self._recording = record(self.model, tokens, state)
                 recordings_of(self.model).keep(self._recording)
                 return self._recording.begin(state)
-            except UnrecordableError as refused:
-                self.record_at = self.made + (refused.steps or 7 * self.made) - 1
+        except UnrecordableError as refused:
+            if refused.steps is None and tokens.device.type in CAPTURES:
+                note_once(f"the steps of generation run in Python here, not as a graph of the GPU: {refused}.")
+            self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
 
     def _earlier(self) -> Sequence[Recording]:
