@@ -132,17 +132,12 @@ class ReservedSlots(ReservedState):
         self.retained = retained
         return views, self.open(views, self._state.seen + time), self._slots.full
 
-    def blank(self, past: int, time: int) -> Self:
-        """Return a state like this one with ``past`` slots and ``time`` more behind them, all zeros."""
-        buffers = [leaf.new_zeros(*leaf.shape[:2], past + time, leaf.shape[3]) for leaf in self._state[:-1]]
-        return type(self)(type(self._state)(*buffers, self.seen.clone()), SlotRange(0, past, 0, False), [1])
-
-    def copied(self, slots: SlotRange) -> Self:
-        """Return the last slots of this state's past in buffers of their own, as ``slots`` there."""
-        first, size = self._slots.stop - (slots.stop - slots.start), slots.stop + slots.room
-        buffers = [leaf.new_empty(*leaf.shape[:2], size, leaf.shape[3]) for leaf in self._state[:-1]]
+    def relaid(self, slots: SlotRange) -> Self:
+        """Return the state in buffers of its own, in which the last of its past slots are ``slots``; others are 0."""
+        size, end = slots.stop + slots.room, self._slots.stop
+        buffers = [leaf.new_zeros(*leaf.shape[:2], size, leaf.shape[3]) for leaf in self._state[:-1]]
         for buffer, leaf in zip(buffers, self._state[:-1], strict=True):
-            buffer[:, :, slots.start : slots.stop] = leaf[:, :, first : self._slots.stop]
+            buffer[:, :, slots.start : slots.stop] = leaf[:, :, end - slots.stop + slots.start : end]
         return type(self)(type(self._state)(*buffers, self.seen.clone()), slots, [1])
 
     def moved_on(self, start: int, stop: int, seen: Tensor) -> Self:

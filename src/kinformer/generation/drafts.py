@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from kinformer.core.attention_state import cropped
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
-from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
-from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
+from kinformer.generation.session import Entry, Session, Steps, joined
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.process import FEW, few_rows
@@ -239,7 +238,7 @@ class DraftedSession(Session):
         options["rewind"], options["room"] = self._bound + length, options.get("room", 256) + length + 1
         super().__init__(model, batch, **options)
         self.draft, self._length = draft, length
-        self._passes = Passes(model, length + 1, self.room, self._stepping.recorded)
+        self._passes = Passes(model, self.room, self._stepping.recorded, length + 1)
         self._texts = [""] * batch
         self._queue: list[Tensor] = []
         self._drafting_counts = [0, 0, 0, 0]
@@ -368,44 +367,24 @@ class DraftedSession(Session):
         self._drafting_counts = [old + new for old, new in zip(self._drafting_counts, added, strict=True)]
 
 
-class Passes:
-    """The passes of ``model`` over the tokens that a session checks.
-
-    A pass of ``time`` tokens is recorded like a step (see ``generation.recording``) where it can be recorded, and where
-    the recording is worth its time for the expected number of tokens, ``room``.
-    """
-
-    def __init__(self, model: CausalModel, time: int, room: int, recorded: bool) -> None:
-        self.model, self.time, self.recorded = model, time, recorded
-        self._made, self._record_at = 0, EARLY if room >= LONG else LATE
+class Passes(Steps):
+    """The passes of ``model`` over the ``time`` tokens that a session checks, recorded like steps."""
 
     def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
         """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
         time], and the state after them. ``valid`` [batch, time] bool marks the real tokens (None: all)."""
         with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
-            if self.recorded and valid is None and tokens.shape[1] == self.time:
-                self._made += 1
-                running = self._recorded(tokens, state)
-                if running is not None:
+            if valid is None and tokens.shape[1] == self.time:
+                self.made += 1
+                if (running := self._recorded(tokens, state)) is not None:
                     logits, hidden = running.outputs(tokens)
                     return logits, hidden, running.release()
-            (logits, hidden), state = self._pass(tokens, state, valid)
+            (logits, hidden), state = self.absorb(self.model, tokens, state, valid)
             return logits, hidden, state
 
-    def _pass(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], State]:
-        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
-        return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
-
-    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
-        """Return a recorded pass that begins at ``state``; None where no recording fits or pays yet."""
-        for recording in recordings_of(self.model):
-            if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
-                return running
-        if self._made > self._record_at:
-            try:
-                recording = record_step(self._pass, self.model, tokens, state)
-                recordings_of(self.model).keep(recording)
-                return recording.begin(state, self.time)
-            except UnrecordableError as refused:
-                self._record_at = self._made + (refused.steps or 7 * self._made) - 1
-        return None
+    @staticmethod
+    def absorb(
+        model: CausalModel, tokens: Tensor, state: State, valid: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], State]:
+        inputs, state = model.head_inputs(tokens, state, valid=valid)
+        return (model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state

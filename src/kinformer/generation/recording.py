@@ -484,10 +484,9 @@ class Unchanged:
 
 # One step of generation, recorded once and then run without Python.
 #
-# A step of one token for each row calls some thousand Python functions and a few hundred small operators. On a CPU
-# these take longer than the products where batches and models are small. :func:`record` notes the operators while the
-# model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores its
-# recordings, which end when it changes.
+# A step of one token for each row calls some thousand Python functions and a few hundred small operators, which take
+# longer than the products where batches and models are small. :func:`record` notes the operators while the model makes
+# a step, and PyTorch's interpreter runs this list from then on. The model stores its recordings until it changes.
 #
 # :func:`record` refuses a step that a list cannot hold, and the model is then stepped in Python:
 #
@@ -495,15 +494,13 @@ class Unchanged:
 # * leaves of the state change their shape, or the host counts other numbers than the bounds of reserved slots;
 # * the operators depend on the length: past slots enter as views of growing length, and the list that was noted with
 #   one past slot must equal the list with the most slots that the buffers hold, except for numbers that count slots.
-#   Where the steps of a short past differ, the list begins at the present length.
-#
-# The first recorded step must also agree with the model's step.
+#   Where the steps of a short past differ, the list begins at the present length;
+# * the first recorded step differs from the model's step.
 #
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.55 to 0.64 of the time
-# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
-# graph is as slow as Python, and AOTInductor's step takes tens of seconds and a C++ compiler to make, where a recording
-# takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
-# PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
+# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``, or AOTInductor makes
+# an equally fast step within 0.1 s instead of tens of seconds; a recording takes the time of seven steps. If PyTorch
+# drops TorchScript's interpreter earlier, sessions step in Python (:func:`record`).
 
 _NEAR = 1e-3
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit. In
@@ -520,6 +517,12 @@ def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tens
     return model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
 
+def logits_alone(model: CausalModel, tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
+    """Return the logits of :func:`logits_after` as the outputs of a step, and the state after it."""
+    logits, state = logits_after(model, tokens, state)
+    return (logits,), state
+
+
 class Recording:
     """The recorded step of a model; :meth:`begin` steps a state by it.
 
@@ -531,7 +534,7 @@ class Recording:
 
     def __init__(
         self,
-        function: Function,
+        function: Callable[..., Any],
         captured: Sequence[Tensor],
         model: Model | nn.Module,
         state: State,
@@ -612,25 +615,14 @@ class RecordedStep:
         return _map(self.state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded step of ``model`` that absorbs ``tokens`` [batch, 1] after ``state``.
+def record(model: CausalModel, tokens: Tensor, state: State, absorb: Callable[..., Any] = logits_alone) -> Recording:
+    """Return the recorded step ``absorb(model, tokens, state)`` of ``tokens`` [batch, time] after ``state``.
 
     The state is not stepped, but slots after its past are written to.
 
     Errors: :class:`UnrecordableError` with the reason.
     """
-
-    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
-        logits, after = logits_after(model, tokens, state)
-        return (logits,), after
-
-    return record_step(step, model, tokens, state)
-
-
-def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``;
-    otherwise like :func:`record`."""
-    parts, time = _parts(state), tokens.shape[1]
+    parts, time, step = _parts(state), tokens.shape[1], partial(absorb, model)
     if any(part.slots.stop + time > part.capacity for part in parts):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
@@ -711,7 +703,9 @@ class _TapedStep(NamedTuple):
 
 def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     """Return a step of ``tokens`` from the state ``opened`` on tape."""
-    parts, before, random = _parts(opened), _leaves(opened), _random_numbers(tokens.device)
+    parts, before = _parts(opened), _leaves(opened)
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    random = [generator.get_state() for generator in generators]
     views = [view for part in parts for view in part.buffers]
     inputs = (tokens, *views, *before)
     tape = Tape(inputs)
@@ -719,7 +713,7 @@ def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     in_c = {"attend": native.attend} if tokens.device.type not in CAPTURES and is_native() else {}
     with tape, _WatchedReads(), substituting(in_c):
         outputs, after = step(tokens, opened)
-    if not all(map(torch.equal, random, _random_numbers(tokens.device))):
+    if not all(map(torch.equal, random, map(torch.Generator.get_state, generators))):
         raise UnrecordableError("a step draws random numbers")
     if [(x.shape, x.dtype) for x in _leaves(after)] != [(x.shape, x.dtype) for x in before]:
         raise UnrecordableError("a leaf of the state changes its shape")
@@ -735,11 +729,6 @@ def _at_any_length(state: State, one: _TapedStep, other: _TapedStep) -> list[Cal
         for number, (a, b, rule) in enumerate(zip(one.views, other.views, rules, strict=True), start=1)
     ]
     return at_any_length(one.tape, other.tape, views)
-
-
-def _random_numbers(device: torch.device) -> list[Tensor]:
-    """Return the states of PyTorch's random numbers on the CPU and on ``device``."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _sizes(state: State) -> tuple[object, ...]:
@@ -797,11 +786,10 @@ def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
 
 # A step on a GPU: a CUDA graph of the launches of a step.
 #
-# A graph launches the kernels of a step at once, on the addresses of the tensors that the step had when it was
-# captured. The token, the state and the outputs therefore stay in place: a step copies its token in, and its launches
-# end with copies of the new leaves over the old ones. The number of past slots must not change either, so that they
-# stand in a buffer of a power of two of slots, right-aligned behind invalid slots, like the past of a shorter row in a
-# batch, and move by one slot after a step. Sampling stays outside of the graph.
+# A graph repeats the launches of a step on the same addresses, so the token, the state and the outputs stay in place: a
+# step copies its token in, and its last launches copy the new leaves over the old ones. The number of past slots may
+# not change either, so they are right-aligned behind invalid slots, like the past of a shorter row in a batch, and move
+# by one slot after a step. Sampling stays outside of the graph.
 #
 # A tape of the step first finds what a graph cannot repeat: reads of the host, random numbers, copies from the host,
 # and leaves that grow. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
@@ -831,56 +819,53 @@ def captured(function: Callable[[], Item], device: torch.device) -> Callable[[],
 
 CAPTURES = {"cuda": captured}
 """The types of devices whose steps are captured, and how."""
-_COPIES = {"aten::to", "aten::_to_copy", "aten::copy_"}
 
 
 class GraphRecording(Recording):
-    """The step of a model whose launches are captured anew for every state in place; ``function`` is the step itself.
-
-    ``idle`` is at most one captured step that no session uses.
-    """
+    """The step of a model, ``function``, which is captured for each state; ``idle``: at most one that is not used."""
 
     def __init__(self, step: Step, model: Model | nn.Module, tokens: Tensor, state: State, opened: object) -> None:
         self.tokens, self.idle = tokens.clone(), list[GraphedStep]()
         super().__init__(step, (), model, state, (), [part.retained for part in _parts(opened)], tokens.shape[1])
 
-    def slots(self, state: State) -> list[int]:
-        """Return the number of past slots of each reservation in place: enough for the room of ``state``."""
+    def form(self, state: State) -> object:
+        return self._slots(state), *_sizes(state)
+
+    def _slots(self, state: State) -> list[int]:
+        """Return the number of past slots in place of each reservation: enough for the room of ``state``."""
         sizes = []
-        for part, retained in zip(_parts(state), self.retained, strict=True):
-            needed = part.slots.stop - part.slots.start + max(part.room, self.time)
+        for (start, stop), part, retained in zip(_bounds(state), _parts(state), self.retained, strict=True):
+            needed = stop - start + max(part.room, self.time)
             most = max(_LEAST_SLOTS, 1 << (needed + self.time - 1).bit_length()) - self.time
             sizes.append(most if retained is None else min(most, retained))
         return sizes
 
-    def form(self, state: State) -> object:
-        return self.slots(state), *_sizes(state)
+    def in_place(self, state: State) -> State:
+        """Return a copy of ``state`` with as many slots as stay in place."""
+        sizes = zip(self._slots(state), _bounds(state), strict=True)
+
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            most, (start, stop) = next(sizes)
+            return part.relaid(SlotRange(max(0, most - stop + start), most, self.time, False))
+
+        return _map(state, relaid, torch.clone)
 
     def _begin(self, state: State) -> RecordedStep:
         with suppress(IndexError):
             return self.idle.pop().load(state)
         return GraphedStep(self, state)
 
-    def in_place(self, state: State) -> State:
-        """Return a state of the sizes of ``state`` that stays in place; its slots are zeros."""
-        sizes = iter(self.slots(state))
-        return _map(state, lambda part: part.blank(next(sizes), self.time), torch.clone)
-
 
 class GraphedStep(RecordedStep):
-    """A captured step and its state in place.
-
-    Errors: :class:`UnrecordableError` if the device does not capture the step.
-    """
+    """A captured step and its state in place; :class:`UnrecordableError` if the device does not capture it."""
 
     recording: GraphRecording
 
     def __init__(self, recording: GraphRecording, state: State) -> None:
         super().__init__(recording, recording.in_place(state))
         self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
-        device = self._tokens.device
         try:
-            self._replay = CAPTURES[device.type](self._go, device)
+            self._replay = CAPTURES[self._tokens.device.type](self._go, self._tokens.device)
         except RuntimeError as error:
             raise UnrecordableError(f"it cannot be captured as a graph: {error}") from error
         self.load(state)
@@ -888,20 +873,14 @@ class GraphedStep(RecordedStep):
     def load(self, state: State) -> GraphedStep:
         """Copy ``state`` into place, and return this step to continue from there."""
         self._bounds, self._slots = _bounds(state), [part.slots for part in _parts(state)]
-        for place, part, (start, stop), most in zip(self._parts, _parts(state), self._bounds, self._most, strict=True):
-            first = max(start, stop - most)
-            for buffer, slots in zip(place.buffers, part.buffers, strict=True):
-                buffer[:, :, : most - stop + first] = 0
-                buffer[:, :, most - stop + first : most] = slots[:, :, first:stop]
-        for leaf, value in zip(self._leaves, _leaves(state), strict=True):
-            leaf.copy_(value)
+        for place, value in zip(tensors(self.state), tensors(self.recording.in_place(state)), strict=True):
+            place.copy_(value)
         return self
 
     @property
     def goes_on(self) -> bool:
         after = zip(self._bounds_after(), self._most, strict=True)
-        room = all(stop - start <= most for (start, stop), most in after)
-        return room and self.recording.holds()
+        return all(stop - start <= most for (start, stop), most in after) and self.recording.holds()
 
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         self._tokens.copy_(tokens)
@@ -911,13 +890,12 @@ class GraphedStep(RecordedStep):
     def release(self) -> State:
         past, leaves = zip(self._bounds, self._slots, strict=True), iter(self._leaves)
 
-        def part(place: ReservedSlots) -> ReservedSlots:
-            (start, stop), before = next(past)
-            next(leaves)
-            room = max(before.room - (stop - before.stop), 0)
-            return place.copied(SlotRange(min(start, 1), min(start, 1) + stop - start, room, before.full))
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            ((start, stop), before), _ = next(past), next(leaves)
+            first, room = min(start, 1), max(before.room - (stop - before.stop), 0)
+            return part.relaid(SlotRange(first, first + stop - start, room, before.full))
 
-        state = _map(self.state, part, lambda _: next(leaves).clone())
+        state = _map(self.state, relaid, lambda _: next(leaves).clone())
         self.recording.idle[:] = [self]
         return state
 
@@ -939,12 +917,13 @@ def _record_graph(step: Step, model: Model | nn.Module, tokens: Tensor, state: S
     outputs, after = step(tokens, opened)
     recording = GraphRecording(step, model, tokens, state, opened)
     place = recording.in_place(state)
-    tape = _tape_step(step, tokens, _open(place, _bounds(place), recording.time)).tape
+    tape = _tape_step(step, tokens, _open(place, [(0, stop) for _, stop in _bounds(place)], recording.time)).tape
     for call in tape.calls:
         operands = [tape.tensor(ref) for ref in (*_flat(call.arguments, Ref), *map(Ref, call.results))]
         host = [x for x in operands if x.device != tokens.device]
-        copies = call.operator._schema.name in _COPIES or any(map(Tensor.dim, host))
-        if host and len(host) < len(operands) and copies:  # else the operator takes a number of the host as a constant
+        copies = call.operator._schema.name in ("aten::to", "aten::_to_copy", "aten::copy_")
+        # Other operators take a number of the host, without dimensions, as a constant.
+        if host and len(host) < len(operands) and (copies or any(map(Tensor.dim, host))):
             raise UnrecordableError("a step copies between the host and the device")
     trial = GraphedStep(recording, state)
     _compare([*trial.outputs(tokens), *trial._leaves], [*outputs, *_leaves(after)])
