@@ -549,7 +549,7 @@ class Recording:
         self.holds = Unchanged([model]).holds
 
     def form(self, state: State) -> object:
-        """Return what the recording holds for: the types and sizes of ``state`` without the number of past slots."""
+        """Return the types and sizes of ``state`` that the recording holds for, without the number of past slots."""
         return [part.slots.full for part in _parts(state)], *_sizes(state)
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
@@ -791,8 +791,8 @@ def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
 # not change either, so they are right-aligned behind invalid slots, like the past of a shorter row in a batch, and move
 # by one slot after a step. Sampling stays outside of the graph.
 #
-# A tape of the step first finds what a graph cannot repeat: reads of the host, random numbers, copies from the host,
-# and leaves that grow. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
+# A tape of the step first finds reads of the host, random numbers, copies from the host and leaves that grow, none of
+# which a graph can repeat. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
 # constant states takes 0.05 to 0.14 of the time of a step in Python. Delete them when it takes 0.8.
 
 _LEAST_SLOTS = 64
@@ -822,7 +822,7 @@ CAPTURES = {"cuda": captured}
 
 
 class GraphRecording(Recording):
-    """The step of a model, ``function``, which is captured for each state; ``idle``: at most one that is not used."""
+    """The step of a model, ``function``, which each state captures. ``idle`` has at most one that is not in use."""
 
     def __init__(self, step: Step, model: Model | nn.Module, tokens: Tensor, state: State, opened: object) -> None:
         self.tokens, self.idle = tokens.clone(), list[GraphedStep]()
