@@ -862,13 +862,13 @@ class GraphedStep(RecordedStep):
     recording: GraphRecording
 
     def __init__(self, recording: GraphRecording, state: State) -> None:
-        super().__init__(recording, recording.in_place(state))
-        self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
         try:
+            super().__init__(recording, recording.in_place(state))
+            self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
             self._replay = CAPTURES[self._tokens.device.type](self._go, self._tokens.device)
-        except RuntimeError as error:
+            self.load(state)
+        except RuntimeError as error:  # also where memory is short
             raise UnrecordableError(f"it cannot be captured as a graph: {error}") from error
-        self.load(state)
 
     def load(self, state: State) -> GraphedStep:
         """Copy ``state`` into place, and return this step to continue from there."""
@@ -925,6 +925,7 @@ def _record_graph(step: Step, model: Model | nn.Module, tokens: Tensor, state: S
         # Other operators take a number of the host, without dimensions, as a constant.
         if host and len(host) < len(operands) and (copies or any(map(Tensor.dim, host))):
             raise UnrecordableError("a step copies between the host and the device")
+    del place, tape  # a cache may be large
     trial = GraphedStep(recording, state)
     _compare([*trial.outputs(tokens), *trial._leaves], [*outputs, *_leaves(after)])
     recording.idle.append(trial)
