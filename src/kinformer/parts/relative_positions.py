@@ -206,6 +206,7 @@ class Alibi(FollowsHeads, Position):
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Alibi:
             return Alibi(num_heads)
 
+    relative_tables = ("bias",)
     exponents: Tensor  # whole numbers, which keep their values when a model changes its dtype
 
     def __init__(self, num_heads: int) -> None:
@@ -262,6 +263,7 @@ class T5(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("bias",)
         self.config, self.shared, self.one_sided = config, config.shared, not config.bidirectional
         self.table = nn.Parameter(torch.randn(config.num_buckets, num_heads) * dim**-0.5)
 
@@ -350,6 +352,7 @@ class Shaw(Position):
         shape = (2 * config.max_distance + 1, head_dim)
         self.key_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
         self.value_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape))) if config.on_values else None
+        self.relative_tables = ("keys", "values") if config.on_values else ("keys",)
 
     def values(self, v: Tensor) -> Tensor:
         return v if self.value_table is None else v + self.value_table[0].to(v.dtype)
@@ -397,6 +400,7 @@ class TransformerXL(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("keys",)
         if dim % 2:
             raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
         self.config, self.dim, self.shape = config, dim, (num_heads, head_dim)
@@ -493,6 +497,7 @@ class DistanceAware(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("factor",)
         self.steepness = nn.Parameter(torch.zeros(num_heads))
         spread, device = config.spread, self.steepness.device  # transformers has linspace on the CPU unless named
         self.rate = nn.Parameter(torch.linspace(-spread, spread, num_heads, device=device))

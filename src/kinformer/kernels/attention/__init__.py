@@ -87,7 +87,7 @@ class Needs(NamedTuple):
         return cls(
             pattern.band is not None,
             form=score.form,
-            tables=_tables(position.relative(0, 1)),
+            tables=_tables(position.relative(0, 1)) if position.relative_tables is None else position.relative_tables,
             dropout=dropout > 0,
             lse=lse,
         )

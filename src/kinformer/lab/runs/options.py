@@ -117,10 +117,7 @@ class Machine(Checked):
         return device
 
     def usable_device(self) -> torch.device:
-        """Return the device that ``device`` names.
-
-        Errors: ``KinformerError`` for a device that this machine does not have.
-        """
+        """Return the device that ``device`` names."""
         import torch
 
         if self.device == "auto":
@@ -176,8 +173,8 @@ class LearningOptions(OfTask, Machine):
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or the path of a tokenizer.json. The default is bytes; training with `minutes`, and translation, train a
-    tokenizer."""
+    """bytes, or the path of a tokenizer.json. The default is bytes; training with `minutes`, translation, and
+    classification of 100 kB or more train a tokenizer."""
     train_tokenizer: int | None = None
     """First train a byte-level tokenizer of N tokens on the training data."""
     holdout: float | None = None
@@ -239,10 +236,7 @@ class TrainOptions(Settings, LearningOptions):
 
     @property
     def folder(self) -> Path:
-        """The run folder.
-
-        Errors: ``KinformerError`` without one.
-        """
+        """Return the run folder, which must be named here."""
         if self.out is None:
             raise KinformerError("`out`: is needed to resume a run, and by several machines; give the run folder.")
         return Path(self.out)

@@ -6,7 +6,7 @@ that train together get a run, and so the record of its task, as a pickle: a lam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,7 +86,6 @@ CLASSIFY = Task(
         missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
         tokenized=True,
         columns=True,
-        refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
     ),
     evaluation=EvaluationNeeds(refused={"first": "is for text, not for examples; leave it out.", **NO_SEED.refused}),
     generation=Generation(refusal=READS_WHOLE_TEXTS),
@@ -94,6 +93,7 @@ CLASSIFY = Task(
     metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
     objectives={"classification": "classify:Classification"},
     settings={"batch_size": 32},
+    in_minutes={"token_dropout": 0.1, "set": dict.fromkeys(("dropout", "layers.*.dropout"), 0.1)},
     rivals={"guessing": "the most frequent class", "character_ngrams": "character n-grams with logistic regression"},
     advice="give more `minutes`, `steps` or examples, or begin with a pretrained run by `init`",
     use="kinformer predict {} FILE",
@@ -102,7 +102,8 @@ CLASSIFY = Task(
     embed="texts:embed_texts",
     **implement(
         "classify",
-        "vocab_size row_lengths fit check tell predict open=open_examples data_module=training_rows measure=evaluate",
+        "default_vocabulary vocab_size row_lengths fit check tell predict open=open_examples texts=texts_of "
+        "data_module=training_rows measure=evaluate",
     ),
 )
 MPP = Task(
@@ -388,6 +389,7 @@ RECORDS = (
             refused={**CLASSIFY.evaluation.refused, "data": "ListOps brings its own data; leave it out."}
         ),
         settings={},
+        in_minutes={},
         rivals={"guessing": "the most frequent class"},
         advice="give more `minutes` or `steps`, more `examples`, and a `length` that cuts no expression",
         use="",
@@ -621,8 +623,12 @@ def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
         return _first([item for item in tasks() if item.takes(config)], member)
     task_ = task(wanted)
     if not task_.takes(config):
+        fitting = ", ".join(item.name for item in tasks() if item.suits(config))
+        reads = "" if config.input.kind == "tokens" else f" that reads {config.input.kind}"
+        what = f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}"
         raise KinformerError(
-            f"`task` {wanted}: {member} is {what_fits(config, tasks())}; choose one, or another member."
+            f"`task` {wanted}: {member} is {what}, whose tasks are {fitting or 'none here'}; choose one, or another "
+            "member."
         )
     return task_
 
@@ -638,16 +644,6 @@ def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
         raise KinformerError(f"no task takes {name}; the tasks are {', '.join(ALL)}.")
     return fitting[0]
-
-
-def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
-    """Return a description of a model of ``config`` and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in candidates if task.suits(config))
-    kind = config.input.kind
-    reads = "" if kind == "tokens" else f" that reads {kind}"
-    return (
-        f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}, whose tasks are {fitting or 'none here'}"
-    )
 
 
 def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
+from kinformer.core.model import CausalModel, Model, StackedCausalModel, StackedWholeModel, device_of
 from kinformer.core.pattern import Pattern
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, BosEos, lay
 from kinformer.lab.data.files import shared_bytes
@@ -24,33 +26,43 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     EmbeddingSettings,
     Evaluation,
+    EvaluationSettings,
     ItemSettings,
     LoadedRun,
+    PredictionSettings,
     TextTable,
     TrainedRun,
     evaluated,
     in_batches,
     input_of,
 )
-from kinformer.lab.tasks.task import Source
+from kinformer.lab.tasks.task import Data, Source, TrainingPlan
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note, note_once
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.model import Model
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.evaluation import EvaluationSettings, PredictionSettings
-    from kinformer.lab.tasks.task import Data, TrainingPlan
-
-
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
 CARRIED = "carried"
 USUAL_COLUMNS = Columns()
+
+
+VOCABULARIES = ((100_000, 1000), (200_000, 2000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
+"""(bytes, tokens): the size of a new vocabulary for this many bytes of text or more."""
+
+
+def vocabulary_for(size: int, tokens: int | None = None) -> int | None:
+    """Return how many tokens a new vocabulary for ``size`` bytes of text has, ``tokens`` if given; None, for bytes, of
+    a short text or without the package tokenizers."""
+    tokens = tokens or max((count for least, count in VOCABULARIES if size >= least), default=None)
+    if tokens is not None and find_spec("tokenizers") is None:
+        note(
+            "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
+            "pip install 'kinformer[text]' gives it a vocabulary."
+        )
+        return None
+    return tokens
 
 
 def open_text(source: Source, options: object, cache: Path | None = None) -> Corpus:
@@ -271,8 +283,7 @@ def whole_length(run: TrainedRun, model: Model) -> int:
 
 
 def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
-    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
-    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8."""
+    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector."""
     run = subject.run
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
@@ -341,8 +352,7 @@ class TextEmbedder(TextReader):
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
     """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid`` [batch,
-    time] positions come first.
-    Errors: ``KinformerError`` where a vector is not finite."""
+    time] positions come first."""
     states, counts = hidden_states.float(), valid.sum(1)
     if pooling == "first":
         vectors = states[:, 0]

@@ -16,15 +16,15 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded, local_part
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
+from kinformer.runtime.files import reading, require_file, sha256_of, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
@@ -140,12 +140,6 @@ def staged(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def opened_part(part: Part, digests: list[dict[str, str]], folder: Path) -> Shards:
-    """Return the shards that processes have written into ``folder``/shards, flushed to the disk."""
-    sync_folder(folder / SHARDS)
-    return Shards(folder / SHARDS, {name: digest for files in digests for name, digest in files.items()}, part.aliases)
-
-
 def open_shards(folder: Path, plan: JsonObject) -> Shards:
     """Return the shards in ``folder``/shards that ``plan`` names; one whose parts are not whole is an error."""
     place = folder / SHARDS
@@ -178,11 +172,11 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _begin(tensor: DTensor) -> int | None:
+def _begin(tensor: Any) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
-    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if placement.is_shard()}
     if any(number for axis, number in enumerate(at) if axis not in dims):
         return None
     if not dims:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, FollowsHeads, ReadsSource, RecomputesKV, undivided
@@ -66,10 +65,8 @@ class Division:
 
 
 def divide(model: Any, part: int, parts: int) -> Division:
-    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
-
-    Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
-    """
+    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place. A
+    model that cannot be divided stays unchanged."""
     replaced = _replacements(model, parts)
     whole = _tensors(model)
     blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
@@ -94,7 +91,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
 def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
     """Return the stacks of a decoder, of an encoder, or of both in one model: the place in the model, the stack, the
-    config of its layers, and the width of each layer. Errors: ``KinformerError`` for other models."""
+    config of its layers, and the width of each layer."""
     places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder")}
     kind, stacks = str(getattr(model.config, "kind", "")), []
     for place in places.get(kind, ()):
@@ -358,6 +355,8 @@ class _Local:
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
     """Make DTensors of all parameters, cut as ``division`` says or the same in all processes."""
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in step.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -377,15 +376,21 @@ def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
