@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 from common import Contestant, arguments, gate_equal, interleave, prepare, save, show
 from kinformer.core.state import reserve
 from kinformer.family.build import configure
-from kinformer.generation.recording import logits_after, record_step
-from kinformer.generation.session import Steps
+from kinformer.generation.recording import logits_after, record
 from kinformer.generation.weights import pack
 from kinformer.runtime.compiling import trusted_arguments
 
@@ -77,7 +76,7 @@ def recorded(model: nn.Module, tokens: Tensor, length: int) -> Step:
     state = reserve(state_after(model, tokens, length - 1), tokens.shape[1])
     with torch.inference_mode(), trusted_arguments():  # as a session makes its steps
         _, state = logits_after(model, tokens[:, length - 1 : length], state)  # lays the buffers out
-        recording = record_step(Steps(model, 0, True).compute, model, tokens[:, length : length + 1], state)
+        recording = record(model, tokens[:, length : length + 1], state)
         running = recording.begin(state)
     assert running is not None
 

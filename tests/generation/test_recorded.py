@@ -23,10 +23,10 @@ from kinformer.generation.recording import (
     at_any_length,
     compile_calls,
     logits_after,
-    record_step,
+    record,
     simplify,
 )
-from kinformer.generation.session import Session, Steps
+from kinformer.generation.session import Session
 from kinformer.kernels.attention import _CPU, TABLE
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError
@@ -300,7 +300,7 @@ def ready(model):
 def refusal(model):
     tokens, state = ready(model)
     with torch.inference_mode(), trusted_arguments(), pytest.raises(UnrecordableError) as refused:
-        record_step(Steps(model, 0, True).compute, model, tokens, state)
+        record(model, tokens, state)
     return refused.value
 
 

@@ -356,11 +356,7 @@ class DraftedSession(Session):
 
 
 class Passes(Steps):
-    """The passes of ``model`` over the tokens that a session checks.
-
-    A pass of ``time`` tokens is recorded like a step where it can be recorded, and where the recording is worth its
-    time for the expected number of tokens, ``room``.
-    """
+    """The passes of ``model`` over the ``time`` tokens that a session checks, recorded like steps."""
 
     def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
         """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
@@ -368,14 +364,15 @@ class Passes(Steps):
         with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
             if valid is None and tokens.shape[1] == self.time:
                 self.made += 1
-                running = self._recorded(tokens, state)
-                if running is not None:
+                if (running := self._recorded(tokens, state)) is not None:
                     logits, hidden = running.outputs(tokens)
                     return logits, hidden, running.release()
-            (logits, hidden), state = self.compute(tokens, state, valid)
+            (logits, hidden), state = self.absorb(self.model, tokens, state, valid)
             return logits, hidden, state
 
-    def compute(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], State]:
-        """Return the logits and the hidden states of all ``tokens``, and the state after them."""
-        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
-        return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
+    @staticmethod
+    def absorb(
+        model: CausalModel, tokens: Tensor, state: State, valid: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], State]:
+        inputs, state = model.head_inputs(tokens, state, valid=valid)
+        return (model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state

@@ -1,11 +1,12 @@
 """Steps of generation without Python: recorded once and then run.
 
-``benchmarks/step_recording.py`` measures what recordings gain.
+``benchmarks/step_recording.py`` and ``benchmarks/gpu.py`` measure what recordings gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, count, islice
@@ -20,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.core.attention_state import ReservedSlots
+from kinformer.core.attention_state import ReservedSlots, SlotRange
 from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.generation import native
@@ -88,12 +89,14 @@ class Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``."""
+    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``;
+    ``mixed``: an operator that gave tensors and other values, which no call holds."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
+        self.mixed: OpOverload | None = None
         self.results: list[Tensor] = []  # by number; they stay alive, so that Python does not use an id again
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
@@ -141,7 +144,7 @@ class Tape(TorchDispatchMode):
         if all(tensors):
             self.calls.append(Call(func, noted, tuple(self._number(item) for item in outputs)))
         elif any(tensors):
-            raise UnrecordableError(f"the operator {func} gives tensors and other values")
+            self.mixed = func
         # The other operators return types or sizes to the host, such as ``promote_types``.
         return output
 
@@ -477,24 +480,23 @@ class Unchanged:
 
 # One step of generation, recorded once and then run without Python.
 #
-# A step of one token for each row calls some thousand Python functions and a few hundred small operators. On a CPU
-# these take longer than the products where batches and models are small. :func:`record_step` notes the operators while
-# the model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores
-# its recordings, which end when it changes.
+# A step of one token for each row calls some thousand Python functions and a few hundred small operators, which take
+# longer than the products where batches and models are small. :func:`record` notes the operators while the model makes
+# a step, and PyTorch's interpreter runs this list from then on. The model stores its recordings until it changes.
 #
-# :func:`record_step` refuses a step that a list cannot hold, and the model is then stepped in Python:
+# :func:`record` refuses a step that a list cannot hold, and the model is then stepped in Python:
 #
 # * the host reads the data (early exits, searches, hashing), the step draws random numbers, or modules have hooks;
 # * leaves of the state change their shape, or the host counts other numbers than the bounds of reserved slots;
 # * the operators depend on the length: past slots enter as views of growing length, and the list that was noted with
 #   one past slot must equal the list with the most slots that the buffers hold, except for numbers that count slots.
-#   Where the steps of a short past differ, the list begins at the present length.
-#
-# The first recorded step must also agree with the model's step.
+#   Where the steps of a short past differ, the list begins at the present length;
+# * the first recorded step differs from the model's step.
 #
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.55 to 0.64 of the time
-# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``, or when AOTInductor
-# makes an equally fast step within 0.1 s. If PyTorch drops TorchScript's interpreter, sessions step in Python.
+# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``, or AOTInductor makes
+# an equally fast step within 0.1 s instead of tens of seconds; a recording takes the time of seven steps. If PyTorch
+# drops TorchScript's interpreter earlier, sessions step in Python (:func:`record`).
 
 _NEAR = 1e-3
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit. In
@@ -511,6 +513,12 @@ def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tens
     return model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
 
+def logits_alone(model: CausalModel, tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
+    """Return the logits of :func:`logits_after` as the outputs of a step, and the state after it."""
+    logits, state = logits_after(model, tokens, state)
+    return (logits,), state
+
+
 class Recording:
     """The recorded step of a model; :meth:`begin` steps a state by it.
 
@@ -523,7 +531,7 @@ class Recording:
 
     def __init__(
         self,
-        function: Function,
+        function: Callable[..., Any],
         captured: Sequence[Tensor],
         model: Model | nn.Module,
         state: State,
@@ -534,16 +542,21 @@ class Recording:
     ) -> None:
         self.function, self.captured, self.twins = function, captured, twins
         self.least, self.retained, self.time = least, retained, time
-        self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
+        self._form, self._most = self.form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged([model]).holds
+
+    def form(self, state: State) -> object:
+        """Return the types and sizes of ``state`` that the recording holds for, without the number of past slots."""
+        return [part.slots.full for part in _parts(state)], *_sizes(state)
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
         """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes."""
         narrow = autocast_dtype(next(tensors(state)).device) is not None
-        if narrow or time != self.time or _form(state) != self._form:
-            return None
+        return None if narrow or time != self.time or self.form(state) != self._form else self._begin(state)
+
+    def _begin(self, state: State) -> RecordedStep | None:
         for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
-            full = part.slots.stop + time > part.capacity
+            full = part.slots.stop + self.time > part.capacity
             if full or part.capacity > most or part.slots.stop - part.slots.start < least:
                 return None
         leaves = _leaves(state)
@@ -556,9 +569,9 @@ class RecordedStep:
     """A :class:`Recording` at work, and the state that it steps."""
 
     def __init__(self, recording: Recording, state: State) -> None:
-        self.recording, self._state = recording, state
+        self.recording, self.state = recording, state
         self._parts = _parts(state)
-        self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
+        self._bounds = _bounds(state)
         self._buffers = [buffer for part in self._parts for buffer in part.buffers]
         self._leaves = _leaves(state)
 
@@ -571,13 +584,8 @@ class RecordedStep:
 
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
-        recording = self.recording
-        bounds: list[int] = []
-        after = []
-        for (start, stop), retained in zip(self._bounds, recording.retained, strict=True):
-            end = stop + recording.time
-            bounds += start, end
-            after.append((start if retained is None else max(start, end - retained), end))
+        recording, after = self.recording, self._bounds_after()
+        bounds = chain.from_iterable((start, end) for (start, _), (_, end) in zip(self._bounds, after, strict=True))
         self._bounds = after
         # Optimised execution makes the first steps slow and the others no faster.
         with torch.jit.optimized_execution(False):
@@ -586,34 +594,41 @@ class RecordedStep:
         self._leaves = list(outputs[count:])
         return outputs[:count]
 
+    def _bounds_after(self) -> list[tuple[int, int]]:
+        """Return the bounds of the past slots after another step."""
+        ends = [stop + self.recording.time for _, stop in self._bounds]
+        return [
+            (start if retained is None else max(start, end - retained), end)
+            for (start, _), end, retained in zip(self._bounds, ends, self.recording.retained, strict=True)
+        ]
+
     def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
-        return _map(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
+        return _map(self.state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``.
+def record(model: CausalModel, tokens: Tensor, state: State, absorb: Callable[..., Any] = logits_alone) -> Recording:
+    """Return the recorded step ``absorb(model, tokens, state)`` of ``tokens`` [batch, time] after ``state``.
 
     The state is not stepped, but slots after its past are written to.
 
     Errors: :class:`UnrecordableError` with the reason.
     """
-    parts, time = _parts(state), tokens.shape[1]
+    parts, time, step = _parts(state), tokens.shape[1], partial(absorb, model)
     if any(part.slots.stop + time > part.capacity for part in parts):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnrecordableError("a module has hooks, which run in Python")
     if autocast_dtype(tokens.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
-    now = [(part.slots.start, part.slots.stop) for part in parts]
+    if tokens.device.type in CAPTURES:
+        return _record_graph(step, model, tokens, state)
+    now = _bounds(state)
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
-    random = torch.get_rng_state()
     taped = _tape_step(step, tokens, _open(state, one_slot, time))
-    if not torch.equal(random, torch.get_rng_state()):
-        raise UnrecordableError("a step draws random numbers")
-    if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
-        raise UnrecordableError("a leaf of the state changes its shape")
+    if taped.tape.mixed is not None:
+        raise UnrecordableError(f"the operator {taped.tape.mixed} gives tensors and other values")
     calls, bounds, tapes = taped.tape.calls, now, [taped.tape]
     expected = [*taped.outputs, *taped.leaves]
     if parts:
@@ -681,13 +696,20 @@ class _TapedStep(NamedTuple):
 
 def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     """Return a step of ``tokens`` from the state ``opened`` on tape."""
-    parts = _parts(opened)
+    parts, before = _parts(opened), _leaves(opened)
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    random = [generator.get_state() for generator in generators]
     views = [view for part in parts for view in part.buffers]
-    inputs = (tokens, *views, *_leaves(opened))
+    inputs = (tokens, *views, *before)
     tape = Tape(inputs)
     # Attention of one query is recorded as PyTorch's kernel, which the operator in C then replaces.
-    with tape, _WatchedReads(), substituting({"attend": native.attend} if is_native() else {}):
+    in_c = {"attend": native.attend} if tokens.device.type not in CAPTURES and is_native() else {}
+    with tape, _WatchedReads(), substituting(in_c):
         outputs, after = step(tokens, opened)
+    if not all(map(torch.equal, random, map(torch.Generator.get_state, generators))):
+        raise UnrecordableError("a step draws random numbers")
+    if [(x.shape, x.dtype) for x in _leaves(after)] != [(x.shape, x.dtype) for x in before]:
+        raise UnrecordableError("a leaf of the state changes its shape")
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
@@ -702,11 +724,10 @@ def _at_any_length(state: State, one: _TapedStep, other: _TapedStep) -> list[Cal
     return at_any_length(one.tape, other.tape, views)
 
 
-def _form(state: State) -> tuple[object, ...]:
+def _sizes(state: State) -> tuple[object, ...]:
     """Return the types and sizes of the state, which a recording does not read again, without the number of slots."""
-    slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
-    dtypes = [part.buffers[0].dtype for part in _parts(state)]
-    return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
+    slots = [[(buffer[:, :, :0].shape, buffer.dtype) for buffer in part.buffers] for part in _parts(state)]
+    return slots, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -747,9 +768,161 @@ def _leaves(state: State) -> list[Tensor]:
     return leaves
 
 
+def _bounds(state: State) -> list[tuple[int, int]]:
+    return [(part.slots.start, part.slots.stop) for part in _parts(state)]
+
+
 def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
     return _map(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
+
+
+# A step on a GPU: a CUDA graph of the launches of a step.
+#
+# A graph repeats the launches of a step on the same addresses, so the token, the state and the outputs stay in place: a
+# step copies its token in, and its last launches copy the new leaves over the old ones. The number of past slots may
+# not change either, so they are right-aligned behind invalid slots, like the past of a shorter row in a batch, and move
+# by one slot after a step. Sampling stays outside of the graph.
+#
+# A tape of the step first finds reads of the host, random numbers, copies from the host and leaves that grow, none of
+# which a graph can repeat. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
+# constant states takes 0.05 to 0.14 of the time of a step in Python. Delete them when it takes 0.8.
+
+_LEAST_SLOTS = 64
+
+
+def captured(function: Callable[[], Item], device: torch.device) -> Callable[[], Item]:
+    """Return a function that repeats, as a CUDA graph, what ``function`` launches on ``device`` and returns the same
+    tensors. ``function`` is called once before, for what first calls allocate and choose."""
+    with torch.cuda.device(device):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = function()
+
+    def replay() -> Item:
+        graph.replay()
+        return result
+
+    return replay
+
+
+CAPTURES = {"cuda": captured}
+"""The types of devices whose steps are captured, and how."""
+
+
+class GraphRecording(Recording):
+    """The step of a model, ``function``, which each state captures. ``idle`` has at most one that is not in use."""
+
+    def __init__(self, step: Step, model: Model | nn.Module, tokens: Tensor, state: State, opened: object) -> None:
+        self.tokens, self.idle = tokens.clone(), list[GraphedStep]()
+        super().__init__(step, (), model, state, (), [part.retained for part in _parts(opened)], tokens.shape[1])
+
+    def form(self, state: State) -> object:
+        return self._slots(state), *_sizes(state)
+
+    def _slots(self, state: State) -> list[int]:
+        """Return the number of past slots in place of each reservation: enough for the room of ``state``."""
+        sizes = []
+        for (start, stop), part, retained in zip(_bounds(state), _parts(state), self.retained, strict=True):
+            needed = stop - start + max(part.room, self.time)
+            most = max(_LEAST_SLOTS, 1 << (needed + self.time - 1).bit_length()) - self.time
+            sizes.append(most if retained is None else min(most, retained))
+        return sizes
+
+    def in_place(self, state: State) -> State:
+        """Return a copy of ``state`` with as many slots as stay in place."""
+        sizes = zip(self._slots(state), _bounds(state), strict=True)
+
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            most, (start, stop) = next(sizes)
+            return part.relaid(SlotRange(max(0, most - stop + start), most, self.time, False))
+
+        return _map(state, relaid, torch.clone)
+
+    def _begin(self, state: State) -> RecordedStep:
+        with suppress(IndexError):
+            return self.idle.pop().load(state)
+        return GraphedStep(self, state)
+
+
+class GraphedStep(RecordedStep):
+    """A captured step and its state in place; :class:`UnrecordableError` if the device does not capture it."""
+
+    recording: GraphRecording
+
+    def __init__(self, recording: GraphRecording, state: State) -> None:
+        try:
+            super().__init__(recording, recording.in_place(state))
+            self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
+            self._replay = CAPTURES[self._tokens.device.type](self._go, self._tokens.device)
+            self.load(state)
+        except RuntimeError as error:  # also where memory is short
+            raise UnrecordableError(f"it cannot be captured as a graph: {error}") from error
+
+    def load(self, state: State) -> GraphedStep:
+        """Copy ``state`` into place, and return this step to continue from there."""
+        self._bounds, self._slots = _bounds(state), [part.slots for part in _parts(state)]
+        for place, value in zip(tensors(self.state), tensors(self.recording.in_place(state)), strict=True):
+            place.copy_(value)
+        return self
+
+    @property
+    def goes_on(self) -> bool:
+        after = zip(self._bounds_after(), self._most, strict=True)
+        return all(stop - start <= most for (start, stop), most in after) and self.recording.holds()
+
+    def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
+        self._tokens.copy_(tokens)
+        self._bounds = self._bounds_after()
+        return [output.clone() for output in self._replay()]
+
+    def release(self) -> State:
+        past, leaves = zip(self._bounds, self._slots, strict=True), iter(self._leaves)
+
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            ((start, stop), before), _ = next(past), next(leaves)
+            first, room = min(start, 1), max(before.room - (stop - before.stop), 0)
+            return part.relaid(SlotRange(first, first + stop - start, room, before.full))
+
+        state = _map(self.state, relaid, lambda _: next(leaves).clone())
+        self.recording.idle[:] = [self]
+        return state
+
+    def _go(self) -> tuple[Tensor, ...]:
+        """Step the state in place, and return the outputs: the launches that a graph repeats."""
+        time, bounds = self.recording.time, [(0, most) for most in self._most]
+        outputs, after = self.recording.function(self._tokens, _open(self.state, bounds, time))
+        held = {x.untyped_storage()._cdata for x in tensors(self.state)}
+        apart = [x.clone() if x.untyped_storage()._cdata in held else x for x in (*outputs, *_leaves(after))]
+        for leaf, value in zip(self._leaves, apart[len(outputs) :], strict=True):
+            leaf.copy_(value)
+        for buffer in chain.from_iterable(part.buffers for part in self._parts):
+            buffer[:, :, :-time] = buffer[:, :, time:].clone()
+        return tuple(apart[: len(outputs)])
+
+
+def _record_graph(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
+    opened = _open(state, _bounds(state), tokens.shape[1])
+    outputs, after = step(tokens, opened)
+    recording = GraphRecording(step, model, tokens, state, opened)
+    place = recording.in_place(state)
+    tape = _tape_step(step, tokens, _open(place, [(0, stop) for _, stop in _bounds(place)], recording.time)).tape
+    for call in tape.calls:
+        operands = [tape.tensor(ref) for ref in (*_flat(call.arguments, Ref), *map(Ref, call.results))]
+        host = [x for x in operands if x.device != tokens.device]
+        copies = call.operator._schema.name in ("aten::to", "aten::_to_copy", "aten::copy_")
+        # Other operators take a number of the host, without dimensions, as a constant.
+        if host and len(host) < len(operands) and (copies or any(map(Tensor.dim, host))):
+            raise UnrecordableError("a step copies between the host and the device")
+    del place, tape  # a cache may be large
+    trial = GraphedStep(recording, state)
+    _compare([*trial.outputs(tokens), *trial._leaves], [*outputs, *_leaves(after)])
+    recording.idle.append(trial)
+    return recording
 
 
 # The leaves of a state by name and in order, for a graph without Python, which takes and returns them.
