@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -144,20 +144,51 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-_NAME = "PyTorch's attention with a sink logit or of short rows"
+_NAME = "attention with a sink logit or of short rows"
 
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return the output over the causal pairs of rows without a past, on a CPU, in the dtype of q.
 
-    The kernel multiplies blocks of some rows in float32, each by PyTorch's default product, which starts sooner than
-    oneDNN's (``runtime.process``): also where inputs are narrower, as oneDNN sets up each of their products again. Our
-    tiles could replace this function: delete it when they take less than 1.02 of its time in the rows of gpt in
-    ``small_steps.json`` (``benchmarks/small_steps.py``).
+    All pairs of a call are one product, hidden ones too: PyTorch's kernel and our tiles make many small products, and
+    oneDNN sets up each of them again. Our tiles could replace this function: delete it when they take less than 1.02 of
+    its time in the rows of gpt in ``small_steps.json`` (``benchmarks/small_steps.py``).
     """
     check_reverse(_NAME, q, k, v)
-    out: Tensor = _ByKernel.apply(q.float(), k.float(), v.float(), None, None, True, scale)
-    return out.to(q.dtype)
+    out: Tensor = _Short.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale)
+    return out.view(*q.shape)
+
+
+def _products(x: Tensor) -> AbstractContextManager[None]:
+    """Return the context of the fastest small products: PyTorch's default starts sooner, but is of float32 alone."""
+    return few_rows(x.device) if x.dtype == torch.float32 else nullcontext()
+
+
+class _Short(torch.autograd.Function):
+    """O = P V, P = softmax(scale Q K^T) over causal pairs; q, k, v: [rows, time, head_dim].
+
+    dV = P^T dO,   dS = softmax'(dO V^T) = P * (dP - rowsum(P * dP)),   dQ = scale dS K,   dK = scale dS^T Q
+    """
+
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        hidden = q.new_full((q.shape[1], k.shape[1]), -torch.inf).triu_(1)
+        with _products(q):
+            likely = torch.baddbmm(hidden, q, k.mT, alpha=scale).softmax(-1)
+            out = torch.bmm(likely, v)
+        ctx.save_for_backward(q, k, v, likely)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @first_order(_NAME)
+    def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, likely = saved
+        with _products(q):
+            slope = torch._softmax_backward_data(torch.bmm(grad, v.mT), likely, -1, likely.dtype)
+            dq = torch.baddbmm(q, slope, k, beta=0, alpha=ctx.scale)
+            dk = torch.baddbmm(k, slope.mT, q, beta=0, alpha=ctx.scale)
+            return dq, dk, torch.bmm(likely.mT, grad), None
 
 
 def _attend_with_sink(
@@ -175,8 +206,7 @@ def _attend_with_sink(
 
 
 class _ByKernel(torch.autograd.Function):
-    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four; without a sink, of short
-    rows in float32.
+    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four.
 
     The kernel's own backward, given the output O beside the sink and L' for its log-sum-exp, recomputes P = e^(S - L')
     and uses dS = P * (dP - delta), delta = rowsum(dO * O). This is also correct beside a key of value 0: that key has
@@ -189,35 +219,32 @@ class _ByKernel(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sink: Tensor | None,
+        sink: Tensor,
         mask: Tensor | None,
         causal: bool,
         scale: float,
     ) -> Tensor:
         ctx.causal, ctx.scale = causal, scale
-        with few_rows(q.device) if sink is None else nullcontext():
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-            )
-        if sink is not None:
-            # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
-            lse = lse.to(state_dtype(q.dtype))
-            # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
-            lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
-            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            share = (lse - total).exp()[..., None].to(out.dtype)
-            out, lse = out * share if mask is None else torch.where(share > 0, out * share, 0), total
-        ctx.save_for_backward(q, k, v, sink, mask, out, lse)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
+        lse = lse.to(state_dtype(q.dtype))
+        # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
+        lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
+        total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+        share = (lse - total).exp()[..., None].to(out.dtype)
+        out = out * share if mask is None else torch.where(share > 0, out * share, 0)
+        ctx.save_for_backward(q, k, v, sink, mask, out, total)
         return out
 
     @staticmethod
     @first_order(_NAME)
     def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, mask, out, total = saved
-        with few_rows(q.device) if sink is None else nullcontext():
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-            )
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
         dz = None
         if ctx.needs_input_grad[3]:
             delta = (grad * out).sum(-1, dtype=state_dtype(q.dtype))
