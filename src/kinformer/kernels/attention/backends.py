@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +18,6 @@ from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, query_positions, with_sink
 from kinformer.runtime.autograd import Context, check_reverse, first_order, transformed
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.process import few_rows
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -144,51 +142,20 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-_NAME = "attention with a sink logit or of short rows"
+_NAME = "PyTorch's attention with a sink logit"
 
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return the output over the causal pairs of rows without a past, on a CPU, in the dtype of q.
+    """Return the output over the causal pairs of rows without a past, on a CPU.
 
     All pairs of a call are one product, hidden ones too: PyTorch's kernel and our tiles make many small products, and
     oneDNN sets up each of them again. Our tiles could replace this function: delete it when they take less than 1.02 of
     its time in the rows of gpt in ``small_steps.json`` (``benchmarks/small_steps.py``).
     """
-    check_reverse(_NAME, q, k, v)
-    out: Tensor = _Short.apply(*(x.flatten(0, 1) for x in (q, k, v)), scale)
-    return out.view(*q.shape)
-
-
-def _products(x: Tensor) -> AbstractContextManager[None]:
-    """Return the context of the fastest small products: PyTorch's default starts sooner, but is of float32 alone."""
-    return few_rows(x.device) if x.dtype == torch.float32 else nullcontext()
-
-
-class _Short(torch.autograd.Function):
-    """O = P V, P = softmax(scale Q K^T) over causal pairs; q, k, v: [rows, time, head_dim].
-
-    dV = P^T dO,   dS = softmax'(dO V^T) = P * (dP - rowsum(P * dP)),   dQ = scale dS K,   dK = scale dS^T Q
-    """
-
-    @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        hidden = q.new_full((q.shape[1], k.shape[1]), -torch.inf).triu_(1)
-        with _products(q):
-            likely = torch.baddbmm(hidden, q, k.mT, alpha=scale).softmax(-1)
-            out = torch.bmm(likely, v)
-        ctx.save_for_backward(q, k, v, likely)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @first_order(_NAME)
-    def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, likely = saved
-        with _products(q):
-            slope = torch._softmax_backward_data(torch.bmm(grad, v.mT), likely, -1, likely.dtype)
-            dq = torch.baddbmm(q, slope, k, beta=0, alpha=ctx.scale)
-            dk = torch.baddbmm(k, slope.mT, q, beta=0, alpha=ctx.scale)
-            return dq, dk, torch.bmm(likely.mT, grad), None
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    hidden = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(1)
+    likely = torch.baddbmm(hidden, q_rows, k_rows.mT, alpha=scale).softmax(-1)
+    return torch.bmm(likely, v_rows).view(q.shape)
 
 
 def _attend_with_sink(
