@@ -106,8 +106,8 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
 
 
 def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
-    def run(x: Tensor, text: SequenceContext, state: State) -> tuple[Tensor, State]:
-        return residual.added(mixer(residual.enter(x), text)), state
+    def run(x: Tensor, context: SequenceContext, state: State) -> tuple[Tensor, State]:
+        return residual.added(mixer(residual.enter(x), context)), state
 
     return Branch(_additive(residual, run), mixes=False)
 
@@ -276,15 +276,15 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
             feed_forward_branch(self.feed_forward_residual, self.feed_forward),
         )
 
-    def _mix(self, x: Tensor, text: SequenceContext) -> Tensor:
+    def _mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """Return the stream x after the mixer."""
-        return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), text))
+        return self.mixer_residual.leave(x, self.mixer(self.mixer_residual.enter(x), context))
 
-    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         if output_mask is None or isinstance(self.feed_forward, EncoderMixer):  # which needs every token
-            y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(x, text), text.valid)
+            y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(x, context), context.valid)
             return y if output_mask is None else torch.where(output_mask[..., None], y, x)
-        y = self.mixer(self.mixer_residual.enter(x), text)
+        y = self.mixer(self.mixer_residual.enter(x), context)
         some = self.mixer_residual.leave(x[output_mask], y[output_mask])
         some = add_feed_forward(self.feed_forward_residual, self.feed_forward, some, None)
         return x.to(some.dtype).index_put((output_mask,), some)
@@ -294,7 +294,7 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
 
 
 class BareLayer(ChecksInput, nn.Module):
-    """The layer (x [batch, time, dim], text) -> dropout(mixer(x, text))."""
+    """The layer (x [batch, time, dim], context) -> dropout(mixer(x, context))."""
 
     class Config(EncoderLayerConfig):
         kind = "bare"
@@ -307,8 +307,8 @@ class BareLayer(ChecksInput, nn.Module):
         self.mixer = config.mixer.build(dim)
         self.dropout = Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
-        return self.dropout(self.mixer(x, text))
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        return self.dropout(self.mixer(x, context))
 
 
 class BareDecoderLayer(ChecksChunk, nn.Module):
@@ -395,8 +395,8 @@ class ParallelEncoderLayer(EncoderLayer):
     def branches(self) -> tuple[Branch, ...]:
         raise _one_step("encoder")
 
-    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        y = self._mix(x, text) + feed_forward_output(self.feed_forward_residual, self.feed_forward, x, text.valid)
+    def forward(self, x: Tensor, context: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        y = self._mix(x, context) + feed_forward_output(self.feed_forward_residual, self.feed_forward, x, context.valid)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 
@@ -474,9 +474,9 @@ class MacaronEncoderLayer(EncoderLayer):
         mixer, _ = super().branches()
         return (first, mixer, feed_forward_branch(self.feed_forward_residual, self.feed_forward, HALF))
 
-    def forward(self, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
-        y = add_feed_forward(self.first_residual, self.first_feed_forward, x, text.valid, HALF)
-        y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(y, text), text.valid, HALF)
+    def forward(self, x: Tensor, context: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+        y = add_feed_forward(self.first_residual, self.first_feed_forward, x, context.valid, HALF)
+        y = add_feed_forward(self.feed_forward_residual, self.feed_forward, self._mix(y, context), context.valid, HALF)
         return y if output_mask is None else torch.where(output_mask[..., None], y, x)
 
 
@@ -563,7 +563,7 @@ class ShaRnnLayer(ChecksChunk, ShaRnnParts):
 
 
 class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
-    """The layer (x [batch, time, dim], text) -> y of a recurrence both ways, attention and feed-forward."""
+    """The layer (x [batch, time, dim], context) -> y of a recurrence both ways, attention and feed-forward."""
 
     mixer: EncoderMixer
     attention: EncoderMixer | None
@@ -577,11 +577,11 @@ class ShaRnnEncoderLayer(ChecksInput, ShaRnnParts):
         super().__init__(config, dim)
         self.attention_norm = None if config.attention is None else config.norm.build(dim)
 
-    def forward(self, x: Tensor, text: SequenceContext) -> Tensor:
-        h = self.dropout(self.mixer(self.mixer_norm(x), text))
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        h = self.dropout(self.mixer(self.mixer_norm(x), context))
         if self.attention is not None and self.attention_norm is not None:
-            h = h + self.dropout(self.attention(self.attention_norm(h), text))
-        return self.left(h, text.valid)
+            h = h + self.dropout(self.attention(self.attention_norm(h), context))
+        return self.left(h, context.valid)
 
 
 PARTS = {

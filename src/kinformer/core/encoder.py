@@ -1,4 +1,4 @@
-"""The protocol of encoder mixers, which encode a full sequence at once: ``y = mixer(x, text)``.
+"""The protocol of encoder mixers, which encode a full sequence at once: ``y = mixer(x, context)``.
 
 A :class:`SequenceContext` describes the tokens beside their vectors: the valid tokens, the *global* tokens (which see
 all tokens and are seen by all tokens), and the number of tokens of the *global input*, which stands before the *long
@@ -89,7 +89,7 @@ class EncoderMixer(ChecksInput, nn.Module):
     max_length: int | None = None
     """The largest number of tokens of a text, None for any number."""
     crosses: bool = False
-    """Whether the mixer can read one stretch of a row whose other stretches are on other processes (``text.row``)."""
+    """Whether the mixer can read one stretch of a row whose other stretches other processes hold (``context.row``)."""
     lacks_global: str = ""
     """Why the mixer refuses global tokens and a global input: the first half of the message; empty: it reads both."""
 
@@ -98,7 +98,7 @@ class EncoderMixer(ChecksInput, nn.Module):
         if self.lacks_global and (global_tokens or global_input):
             raise KinformerError(f"{self.lacks_global}; leave global_tokens, global_input and kinds of tokens out.")
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         """Return y [batch, time, dim] of x [batch, time, dim]."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class EncoderMixerConfig(Divisible, Config):
 
 
 class EncoderLayerConfig(Config):
-    """The config; ``build(dim)`` returns a layer (x [batch, time, dim], text) -> y [batch, time, dim]."""
+    """The config; ``build(dim)`` returns a layer (x [batch, time, dim], context) -> y [batch, time, dim]."""
 
     slot = "encoder_layer"
 
@@ -126,14 +126,14 @@ class EncoderLayerConfig(Config):
         return self.builds(self, dim)
 
 
-def gridded(x: Tensor, text: SequenceContext, kind: str) -> tuple[int, int]:
+def gridded(x: Tensor, context: SequenceContext, kind: str) -> tuple[int, int]:
     """Return the grid of the patches x [batch, rows * columns, dim], for a mixer ``kind`` that reads images only."""
-    if text.grid is None or text.grid[0] * text.grid[1] != x.shape[1]:
+    if context.grid is None or context.grid[0] * context.grid[1] != x.shape[1]:
         raise KinformerError(
             f"the mixer {kind} is for the patches of images and nothing else; give grid=(rows, columns), the grid of "
             f"these {x.shape[1]} patches."
         )
-    return text.grid
+    return context.grid
 
 
 def within(x: Tensor, valid: Tensor | None, end: int, kind: str) -> tuple[Tensor, Tensor | None]:

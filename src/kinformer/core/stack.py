@@ -208,16 +208,18 @@ class Stack(nn.Module):
         return x, tuple(after), tapped
 
     def read(
-        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, context: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return outputs [batch, time, dim] of an encoder's layers, and the outputs of the uses in ``taps``."""
         if self._values:
-            text = text._replace(values=FirstValues())
-        return self.through(x, lambda layer, x, _: self._read(layer, x, text), before, taps)
+            context = context._replace(values=FirstValues())
+        return self.through(x, lambda layer, x, _: self._read(layer, x, context), before, taps)
 
-    def _read(self, layer: nn.Module, x: Tensor, text: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
+    def _read(self, layer: nn.Module, x: Tensor, context: SequenceContext, output_mask: Tensor | None = None) -> Tensor:
         """Apply an encoder's ``layer`` to x; outputs are needed for ``output_mask`` [batch, time] bool (None: all)."""
-        inputs = (x, text, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, text)
+        inputs = (
+            (x, context, output_mask) if output_mask is not None and isinstance(layer, PartialOutput) else (x, context)
+        )
         return checkpoint(layer, *inputs, use_reentrant=False) if self._recomputes else layer(*inputs)
 
     def _run_layer(self, layer: nn.Module, *inputs: object) -> tuple[Tensor, State]:

@@ -4,8 +4,8 @@ Every tensor has the batch axis first. The class attribute ``slots`` of a ``Name
 third axis counts right-aligned past slots. Invalid slots hold zeros, so states compare on valid slots.
 ``outlives_reset`` marks a ``NamedTuple`` with which new sequences begin too (a source). ``derived``, such as ``{"k":
 "hidden_states"}``, maps a leaf that may have fewer slots to the leaf from which a mixer recomputes it. A leaf named
-``aux`` ([batch]) accumulates a side cost that does not depend on targets; the class attribute ``aux_name`` names the
-cost.
+``aux`` ([batch]) accumulates an auxiliary loss, which does not depend on targets; the class attribute
+``aux_name`` names it.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _same_slots(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def pop_aux(state: State) -> tuple[dict[str, Tensor], State]:
-    """Return the side costs accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
+    """Return the auxiliary losses accumulated in the state, ``({name: [batch]}, state with zeros in their place)``."""
     costs: dict[str, Tensor] = {}
 
     def walk(node: State) -> State:

@@ -551,7 +551,7 @@ class ContinuingModel(KinformerModel, GenerationMixin):  # type: ignore[misc]
         self, before: StateCache | None, cache: StateCache | None, labels: Tensor | None, alone: bool = False
     ) -> State:
         """Return the state in ``before``. A chunk with ``labels``, without a ``cache`` to fill, or ``alone`` is not
-        joined with the waiting tokens, which are absorbed here. Labels do not pay for the side costs so far."""
+        joined with the waiting tokens, which are absorbed here. Labels do not pay for auxiliary losses so far."""
         if before is None:
             return None
         if before.waiting and (alone or cache is None or labels is not None):

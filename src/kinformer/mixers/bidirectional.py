@@ -111,51 +111,53 @@ class BidirectionalAttention(EncoderMixer):
         needs = Needs.of_parts(self.pattern, self.score, self.position, self.dropout, lse=global_tokens or global_input)
         check_impl(self.impl, needs._replace(pairs=global_tokens), "bidirectional")
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        x = select_valid(x, text.valid)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        x = select_valid(x, context.valid)
         q, k, v = self.projection(x)
-        v = v if self.value_residual is None else self.value_residual(v, text.values)
-        num_global, time, positions = text.num_global, x.shape[1], text.positions(x)
+        v = v if self.value_residual is None else self.value_residual(v, context.values)
+        num_global, time, positions = context.num_global, x.shape[1], context.positions(x)
         q, k = self.position.rotate(q, k, positions)
         q, v = self.score.queries(q), probe("values", self.position.values(v))
-        check_grid(self.pattern, text.grid, time - num_global)
-        groups = self._groups(text, time - num_global)
+        check_grid(self.pattern, context.grid, time - num_global)
+        groups = self._groups(context, time - num_global)
         long = [tensor[:, :, num_global:] for tensor in (q, k, v)]
-        output = self._by_pattern(long, text, groups)
-        padding = None if text.valid is None else ~text.valid
+        output = self._by_pattern(long, context, groups)
+        padding = None if context.valid is None else ~context.valid
         if num_global:
             k_global, v_global = k[:, :, :num_global], v[:, :, :num_global]
             visibility = Visibility(key_padding_mask=None if padding is None else padding[:, :num_global])
             output = merge(output, self._attend(long[0], k_global, v_global, visibility, lse=True, sink=False))
-        if text.global_positions is not None:
-            output = merge(output, self._columns(long, text.global_positions, groups))
+        if context.global_positions is not None:
+            output = merge(output, self._columns(long, context.global_positions, groups))
         y = output.out
         if num_global:
             every = Visibility(key_padding_mask=padding)
             y = torch.cat([self._attend(q[:, :, :num_global], k, v, every).out, y], dim=2)
-        if text.global_positions is not None:
-            y = self._with_rows(y, x, (q, k, v), text, positions)
+        if context.global_positions is not None:
+            y = self._with_rows(y, x, (q, k, v), context, positions)
         heads = probe("outputs", merge_heads(y))
         heads = heads if self.gate is None else self.gate(heads, x)
-        return select_valid(self.out(heads), text.valid)
+        return select_valid(self.out(heads), context.valid)
 
-    def _groups(self, text: SequenceContext, time: int) -> dict[Pattern, list[int]]:
+    def _groups(self, context: SequenceContext, time: int) -> dict[Pattern, list[int]]:
         """Return the patterns of sequences of different lengths, and the rows of each."""
-        if self.fixed or text.long_valid is None:
+        if self.fixed or context.long_valid is None:
             return {self.pattern if self.fixed else _sized(self.pattern, time): []}
         groups: dict[Pattern, list[int]] = {}
-        for row, length in enumerate(text.long_valid.sum(1).tolist()):
+        for row, length in enumerate(context.long_valid.sum(1).tolist()):
             groups.setdefault(self.pattern.sized(length), []).append(row)
         return groups
 
-    def _by_pattern(self, qkv: Sequence[Tensor], text: SequenceContext, groups: dict[Pattern, list[int]]) -> Attended:
+    def _by_pattern(
+        self, qkv: Sequence[Tensor], context: SequenceContext, groups: dict[Pattern, list[int]]
+    ) -> Attended:
         """Return attention of the long input's tokens to one another, by the pattern."""
-        if text.row is not None:
-            distance = text.row.crossing.count * qkv[0].shape[2] - 1
+        if context.row is not None:
+            distance = context.row.crossing.count * qkv[0].shape[2] - 1
             scoring = self._scoring(self.position.relative(-distance, distance))
-            return of_stretch(qkv, text.row, self.pattern, scoring, self.impl)
-        lse = bool(text.num_global) or text.global_positions is not None
-        padding = None if text.long_valid is None else ~text.long_valid
+            return of_stretch(qkv, context.row, self.pattern, scoring, self.impl)
+        lse = bool(context.num_global) or context.global_positions is not None
+        padding = None if context.long_valid is None else ~context.long_valid
         if len(groups) == 1:
             return self._local(qkv, next(iter(groups)), padding, lse)
         assert padding is not None
@@ -230,14 +232,17 @@ class BidirectionalAttention(EncoderMixer):
         return self._attend(*qkv, visibility, relative, lse, sink)
 
     def _with_rows(
-        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], text: SequenceContext, positions: Tensor
+        self, y: Tensor, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], context: SequenceContext, positions: Tensor
     ) -> Tensor:
         """Return the heads' outputs ``y``, where the long input's global tokens see every key."""
-        assert text.global_positions is not None
+        assert context.global_positions is not None
         q, k, v = qkv
-        slots = torch.where(text.global_positions >= 0, text.global_positions + text.num_global, y.shape[2])
-        global_positions_ = text.global_positions.clamp_min(0)
-        padding, global_projection = None if text.valid is None else ~text.valid, self.projection.global_projection()
+        slots = torch.where(context.global_positions >= 0, context.global_positions + context.num_global, y.shape[2])
+        global_positions_ = context.global_positions.clamp_min(0)
+        padding, global_projection = (
+            None if context.valid is None else ~context.valid,
+            self.projection.global_projection(),
+        )
         keys: Tensor | Projected = k
         values: Tensor | Projected = v
         if global_projection is None:
@@ -255,7 +260,7 @@ class BidirectionalAttention(EncoderMixer):
         if isinstance(keys, Projected) or isinstance(values, Projected):
             rows = self._attend(queries, keys, values, Visibility(key_padding_mask=padding)).out
         else:
-            rows = self._rows(queries, keys, values, global_positions_, padding, text.num_global)
+            rows = self._rows(queries, keys, values, global_positions_, padding, context.num_global)
         target = slots[:, None, :, None].expand(-1, y.shape[1], -1, y.shape[3])
         # Empty global slots write to one spare row at the end, which is cut off.
         return functional.pad(y, (0, 0, 0, 1)).scatter(2, target, rows.to(y.dtype))[:, :, :-1]

@@ -235,9 +235,9 @@ class BidirectionalLSH(Hashed, EncoderMixer):
         super().__init__(config, dim)
         self.chunk_size = config.chunk_size
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
-        x, valid, time = select_valid(x, text.valid), text.valid, x.shape[1]
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
+        x, valid, time = select_valid(x, context.valid), context.valid, x.shape[1]
         q, v = self.projections(x)
         if rest := -time % self.chunk_size:
             if valid is None:
@@ -246,7 +246,7 @@ class BidirectionalLSH(Hashed, EncoderMixer):
             valid = functional.pad(valid, (0, rest))
         y = sorted_attention(q, normalised(q), v, self.hashes(q), self.chunk_size, valid=valid)
         y = probe("outputs", merge_heads(y[:, :, :time].to(x.dtype)))
-        return select_valid(self.out(y), text.valid)
+        return select_valid(self.out(y), context.valid)
 
 
 class RoutingState(NamedTuple):

@@ -63,9 +63,9 @@ class SeparableConvolution(GridOnly, EncoderMixer):
         )
         self.down = ResidualOutput(width, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights(_NO_WEIGHTS)
-        rows, columns = gridded(x, text, "separable_convolution")
+        rows, columns = gridded(x, context, "separable_convolution")
         # relu(W_1 x)^2 as an image [batch, channels, rows, columns]
         x = self.up(x).relu().square().unflatten(1, (rows, columns)).permute(0, 3, 1, 2)
         return self.down(self.depthwise(x).permute(0, 2, 3, 1).flatten(1, 2))
@@ -123,10 +123,10 @@ class TwoSidedConvolution(_Weights, EncoderMixer):
     def check(self, global_tokens: bool, global_input: bool) -> None:
         super().check(False, global_input)
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights(_NO_WEIGHTS)
-        hidden = self.up(_centred(self.first, select_valid(x, text.valid))).relu()
-        return select_valid(self.down(_centred(self.second, select_valid(hidden, text.valid))), text.valid)
+        hidden = self.up(_centred(self.first, select_valid(x, context.valid))).relu()
+        return select_valid(self.down(_centred(self.second, select_valid(hidden, context.valid))), context.valid)
 
 
 def _centred(convolution: CausalConvolution, x: Tensor) -> Tensor:

@@ -110,36 +110,40 @@ class EtcAttention(EncoderMixer):
                 "global; leave their kinds out, or give the sentences that the global input stands for."
             )
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
-        before = text.num_global
-        pieces = self.projection.pieces(select_valid(x, text.valid), before)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
+        before = context.num_global
+        pieces = self.projection.pieces(select_valid(x, context.valid), before)
         if not before:
-            y = probe("outputs", merge_heads(self._l2l(pieces, text).out))
-            return select_valid(self.out(y), text.valid)
-        in_sentence = _in_sentence(text)
-        long = self.out(probe("outputs", merge_heads(self._long(pieces, text, in_sentence)), before))
-        y = probe("outputs", merge_heads(self._global(pieces, text, in_sentence)))
+            y = probe("outputs", merge_heads(self._l2l(pieces, context).out))
+            return select_valid(self.out(y), context.valid)
+        in_sentence = _in_sentence(context)
+        long = self.out(probe("outputs", merge_heads(self._long(pieces, context, in_sentence)), before))
+        y = probe("outputs", merge_heads(self._global(pieces, context, in_sentence)))
         short = (self.global_out or self.out)(y)
-        return select_valid(torch.cat([short, long], 1), text.valid)
+        return select_valid(torch.cat([short, long], 1), context.valid)
 
-    def _long(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
+    def _long(self, pieces: Pieces, context: SequenceContext, in_sentence: Tensor | None) -> Tensor:
         """Return attention of the long input's tokens: l2l and l2g, merged into one softmax."""
         q = pieces.q_long
         bias = self.relations.by_sentence(self.relations.scores(q), in_sentence)
-        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid[:, : text.num_global])
+        visibility = Visibility(
+            key_padding_mask=None if context.valid is None else ~context.valid[:, : context.num_global]
+        )
         l2g = self._attend(q, *pieces.l2g, visibility, bias=bias, lse=True)
-        return merge(self._l2l(pieces, text), l2g).out
+        return merge(self._l2l(pieces, context), l2g).out
 
-    def _l2l(self, pieces: Pieces, text: SequenceContext) -> Attended:
+    def _l2l(self, pieces: Pieces, context: SequenceContext) -> Attended:
         q, (k, v), time = pieces.q_long, pieces.l2l, pieces.q_long.shape[2]
         behind, ahead = self.pattern.behind, self.pattern.ahead
         farthest = time - 1 if behind is None or ahead is None else min(time - 1, max(behind, ahead))
         relative = self.relations.relative(farthest)
-        visibility = Visibility(self.pattern, key_padding_mask=None if text.long_valid is None else ~text.long_valid)
-        return self._attend(q, k, v, visibility, relative=relative, lse=bool(text.num_global))
+        visibility = Visibility(
+            self.pattern, key_padding_mask=None if context.long_valid is None else ~context.long_valid
+        )
+        return self._attend(q, k, v, visibility, relative=relative, lse=bool(context.num_global))
 
-    def _global(self, pieces: Pieces, text: SequenceContext, in_sentence: Tensor | None) -> Tensor:
+    def _global(self, pieces: Pieces, context: SequenceContext, in_sentence: Tensor | None) -> Tensor:
         """Return attention of the global input's tokens: g2g and g2l in one softmax over [global; long]."""
         q, relations = pieces.q_global, self.global_relations
         (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
@@ -147,7 +151,7 @@ class EtcAttention(EncoderMixer):
         ids = self._global_ids(count, q.device).expand(batch, heads, -1, -1)
         turned = None if in_sentence is None else in_sentence.mT
         g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
-        visibility = Visibility(key_padding_mask=None if text.valid is None else ~text.valid)
+        visibility = Visibility(key_padding_mask=None if context.valid is None else ~context.valid)
         if self.config.hard_g2l:
             blocked = q.new_zeros(batch, count, time, dtype=torch.bool) if turned is None else turned
             visibility = visibility._replace(
@@ -180,12 +184,15 @@ class EtcAttention(EncoderMixer):
         return attention(q, k, v, visibility, scoring, impl=self.config.impl, lse=lse)
 
 
-def _in_sentence(text: SequenceContext) -> Tensor | None:
+def _in_sentence(context: SequenceContext) -> Tensor | None:
     """Return whether the global token stands for the sentence of the long input's token,
     [batch, time, num_global] bool, or None."""
-    if text.sentences is None:
+    if context.sentences is None:
         return None
-    stands_for, belongs_to = text.sentences[:, None, : text.num_global], text.sentences[:, text.num_global :, None]
+    stands_for, belongs_to = (
+        context.sentences[:, None, : context.num_global],
+        context.sentences[:, context.num_global :, None],
+    )
     return (belongs_to == stands_for) & (stands_for >= 0)
 
 
@@ -211,19 +218,19 @@ class Linformer(Summarising, EncoderMixer):
         super().__init__(config, dim, dim)
         self.max_length = config.max_length
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        x, count = select_valid(x, text.valid), text.num_global
-        long, valid = within(x[:, count:], text.long_valid, self.config.max_length, "linformer")
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        x, count = select_valid(x, context.valid), context.num_global
+        long, valid = within(x[:, count:], context.long_valid, self.config.max_length, "linformer")
         k, v = self._summaries(long, valid)
         v = probe("values", v, keys="summaries")
         hidden = None if valid is None or self.config.method == "learned" else ~seen_windows(valid, self.width)
         if count:
             k = torch.cat([self._heads(self.key(x[:, :count])), k], 2)
             v = torch.cat([self._heads(self.value(x[:, :count])), v], 2)
-            if text.valid is not None:
+            if context.valid is not None:
                 summaries = k.new_zeros(len(x), k.shape[2] - count, dtype=torch.bool) if hidden is None else hidden
-                hidden = torch.cat([~text.valid[:, :count], summaries], 1)
-        return select_valid(self.out(self._attend(self._heads(self.query(x)), k, v, hidden)), text.valid)
+                hidden = torch.cat([~context.valid[:, :count], summaries], 1)
+        return select_valid(self.out(self._attend(self._heads(self.query(x)), k, v, hidden)), context.valid)
 
 
 Shift = Callable[[Tensor], Tensor]
@@ -280,14 +287,14 @@ class StarAttention(EncoderMixer):
             for number in range(1 if config.tied else config.iterations)
         )
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
         no_weights(
             "A star attends twice in one layer, to neighbours and through its relay, so no weights between two tokens "
             "say what reaches an output."
         )
-        nodes, relay = self.star(x, text.valid)
-        return select_valid((nodes + relay) / 2, text.valid) if self.config.add_relay else nodes
+        nodes, relay = self.star(x, context.valid)
+        return select_valid((nodes + relay) / 2, context.valid) if self.config.add_relay else nodes
 
     def star(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return tokens [batch, time, dim], zero where not ``valid``, and the
@@ -403,18 +410,18 @@ class BidirectionalLinear(EncoderMixer):
         self.qkv = nn.Linear(dim, 3 * config.num_heads * head_dim, bias=config.bias)
         self.out = ResidualOutput(config.num_heads * head_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        x = select_valid(x, text.valid)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        x = select_valid(x, context.valid)
         q, k, v = self.qkv(x).unflatten(-1, self.shape).permute(2, 0, 3, 1, 4).unbind()
         v = probe("values", v, implied=KERNEL)
         dtype = v.dtype
         q, v = self.feature_map.queries(in_range(q)), in_range(v)
-        k = features_of_keys(self.feature_map, in_range(k), text.valid)
+        k = features_of_keys(self.feature_map, in_range(k), context.valid)
         # phi(q)^T S / (phi(q) . z + eps), S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j)
         with no_autocast(q.device) if dtype == torch.float16 else nullcontext():
             total = q @ k.sum(2).unsqueeze(-1)
             y = (q @ (k.mT @ v)) / (total.clamp_min(self.floor) if self.floor else total + self.eps)
-        return select_valid(self.out(probe("outputs", merge_heads(y).to(dtype))), text.valid)
+        return select_valid(self.out(probe("outputs", merge_heads(y).to(dtype))), context.valid)
 
 
 # Attention within windows of an image that shift from layer to layer (Liu et al. 2021, Swin; 2022, Swin V2).
@@ -476,9 +483,9 @@ class WindowAttention(GridOnly, EncoderMixer):
             self.table = nn.Parameter(0.02 * torch.randn((2 * config.window - 1) ** 2, heads))
             self.biases = None
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
         no_weights("Attention within the windows of an image does not have tokens of a text; draw an image instead.")
-        grid = gridded(x, text, "windows")
+        grid = gridded(x, context, "windows")
         side, shift = self.sizes(grid)
         padded = tuple(-(-item // side) * side for item in grid)
         x = x.unflatten(1, grid)

@@ -111,10 +111,10 @@ class BidirectionalLSTM(EncoderMixer):
         self.impl = config.impl
         self.rnn = nn.LSTM(dim, dim // 2, bidirectional=True)
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
         no_weights(_NO_WEIGHTS)
-        x, valid = select_valid(x, text.valid), text.valid
+        x, valid = select_valid(x, context.valid), context.valid
         # In float32: errors of a recurrence in half precision add up over the tokens.
         with no_autocast(x.device):
             ahead = self._run(x, valid, "")

@@ -133,10 +133,10 @@ class SinkhornAttention(EncoderMixer):
         self.sorting = SortingNetwork(config, dim)
         self.out = ResidualOutput(heads * head_dim, dim, bias=config.bias)
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
         time, block = x.shape[1], self.config.block
-        x, valid = within(select_valid(x, text.valid), text.valid, self.config.max_length, "sinkhorn")
+        x, valid = within(select_valid(x, context.valid), context.valid, self.config.max_length, "sinkhorn")
         short = -x.shape[1] % block
         if short:
             valid = pad(x.new_ones(x.shape[:2], dtype=torch.bool) if valid is None else valid, (0, short))
@@ -151,7 +151,7 @@ class SinkhornAttention(EncoderMixer):
         weights = weights[:, :, : self.config.cut or None]
         y = (self._cut if self.config.cut else self._blocks)(q, k, v, *_sorted(weights, k, v, present), present)
         y = self.out(probe("outputs", y))
-        return select_valid(pad(y[:, :time], (0, 0, 0, max(0, time - y.shape[1]))), text.valid)
+        return select_valid(pad(y[:, :time], (0, 0, 0, max(0, time - y.shape[1]))), context.valid)
 
     def _blocks(
         self, q: Tensor, k: Tensor, v: Tensor, sorted_k: Tensor, sorted_v: Tensor, present: Tensor | None

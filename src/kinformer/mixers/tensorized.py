@@ -238,11 +238,11 @@ class BidirectionalTensorized(Factors, EncoderMixer):
         super().__init__(config, dim, config.max_length)
         self.config, self.max_length = config, config.max_length
 
-    def forward(self, x: Tensor, text: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
-        self.check(text.global_positions is not None, text.num_global > 0)
+    def forward(self, x: Tensor, context: SequenceContext = SequenceContext()) -> Tensor:  # noqa: B008 (an immutable value)
+        self.check(context.global_positions is not None, context.num_global > 0)
         no_weights(_NO_WEIGHTS)
         time, end = x.shape[1], self.config.max_length
-        x, valid = within(select_valid(x, text.valid), text.valid, end, "tensorized")
+        x, valid = within(select_valid(x, context.valid), context.valid, end, "tensorized")
         length = x.shape[1]
         q, k, v = self.qkv(x).chunk(3, -1)
         queries = self._queries(q)
@@ -255,7 +255,7 @@ class BidirectionalTensorized(Factors, EncoderMixer):
         weighed = torch.einsum("djk,bjr->bdkr", self.pairs[:, :length, :length].to(k.dtype), k)
         total = torch.einsum("bdkr,bkr->bdr", weighed, v)
         y = torch.einsum("btr,bdr->btd", queries, total)
-        return select_valid(pad(y, (0, 0, 0, time - length)), text.valid)
+        return select_valid(pad(y, (0, 0, 0, time - length)), context.valid)
 
 
 MEMORY_BLOCK = 32

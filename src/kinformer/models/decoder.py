@@ -385,17 +385,18 @@ class Decoder(CommonModel):
         return state
 
     def _place(self, chunk: Chunk, seen: Tensor) -> tuple[Chunk, BeforeUse, Tensor]:
-        """Return ``chunk`` with vectors and positions, the function of a use's input, and ``seen`` after the chunk."""
+        """Return ``chunk`` with vectors and positions, the function that adds positions to the input of a layer, and
+        ``seen`` after the chunk."""
         positions = positions_of(chunk, seen)
         token_positions = positions if chunk.valid is None else positions.masked_fill(~chunk.valid, 0)
 
-        def before(x: Tensor, use: int) -> Tensor:
+        def add_position(x: Tensor, use: int) -> Tensor:
             added = self.position.layer_input(token_positions, use)
             return x if added is None else select_valid(x + added.to(x.dtype), chunk.valid)
 
         after = advance(seen, chunk, positions)
         x = self._entered(self._embedded(chunk.x, positions, chunk.valid), chunk.valid)
-        return chunk._replace(x=x, positions=positions), before, after
+        return chunk._replace(x=x, positions=positions), add_position, after
 
     def _absorb(self, chunk: Chunk, state: DecoderState, taps: Sequence[int]) -> Hidden:
         """Absorb ``chunk``, which holds the values of the input."""

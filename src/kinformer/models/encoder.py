@@ -98,19 +98,19 @@ class Reader(Trunk):
         positions = torch.arange(begin, begin + length, device=values.device).expand(len(values), -1)
         positions = positions if valid is None else positions.masked_fill(~valid, 0)
         global_positions = self._global_positions(values, kinds, valid)
-        x, text = self._enter(values, positions, valid, types, sentences, global_positions)
-        text, count = text._replace(row=row), text.num_global
+        x, context = self._enter(values, positions, valid, types, sentences, global_positions)
+        context, count = context._replace(row=row), context.num_global
 
         def before(x: Tensor, use: int) -> Tensor:
             added = self.position.layer_input(positions, use)
-            return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), text.valid)
+            return x if added is None else select_valid(x + pad(added.to(x.dtype), (0, 0, count, 0)), context.valid)
 
-        x, tapped = self.stack.read(x, text, before, taps)
+        x, tapped = self.stack.read(x, context, before, taps)
         outputs = [item[:, count:] for item in (self.norm(x), *tapped)]
         if order is not None:
             outputs = [order.restore(item) for item in outputs]
         global_input = x[:, :count] if count else None
-        standing = text.valid[:, :count] if count and text.valid is not None else None
+        standing = context.valid[:, :count] if count and context.valid is not None else None
         return Encoded(outputs[0], global_input, standing, tuple(outputs[1:]))
 
     def hidden_of(self, values: Tensor, chosen: Tensor | None = None, **others: Tensor) -> Tensor:
@@ -121,15 +121,19 @@ class Reader(Trunk):
         """
         self._check(values, {}, {})
         positions = torch.arange(self.input.length(values), device=values.device).expand(len(values), -1)
-        x, text = self._embedded(values, positions, None, **others), SequenceContext(grid=self.input.grid(values))
+        x, context = self._embedded(values, positions, None, **others), SequenceContext(grid=self.input.grid(values))
         if chosen is not None:
-            x, positions, text = x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])), chosen, SequenceContext()
+            x, positions, context = (
+                x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])),
+                chosen,
+                SequenceContext(),
+            )
 
         def before(x: Tensor, use: int) -> Tensor:
             added = self.position.layer_input(positions, use)
             return x if added is None else x + added.to(x.dtype)
 
-        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), text, before)
+        x, _ = self.stack.read(self._entered(self.embedding_norm(x), None), context, before)
         return self.norm(x)
 
     def _global_positions(self, values: Tensor, kinds: Tensor | None, valid: Tensor | None) -> Tensor | None:
@@ -153,32 +157,36 @@ class Reader(Trunk):
         """Return the vectors of the tokens, global input first, and their :class:`SequenceContext`."""
         batch, time = len(values), self.input.length(values)
         x = self._embedded(values, positions, valid, **({} if types is None else {"types": types}))
-        text = SequenceContext(valid, global_positions, grid=self.input.grid(values))
+        context = SequenceContext(valid, global_positions, grid=self.input.grid(values))
         if self.global_input is not None:
             has_sentences = sentences is not None
             sentences = sentences if has_sentences else self.global_input.sentences(batch, time, values.device)
             sentences = sentences if sentences is None or valid is None else sentences.masked_fill(~valid, -1)
             count = self.global_input.count(sentences if has_sentences else None, time)
             x = torch.cat([self.global_input.embed(batch, count).to(x.dtype), x], dim=1)
-            text = _with_global_input(text, sentences, count, positions, has_sentences)
-        return self._entered(self.embedding_norm(x), text.valid), text
+            context = _with_global_input(context, sentences, count, positions, has_sentences)
+        return self._entered(self.embedding_norm(x), context.valid), context
 
 
 def _with_global_input(
-    text: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
+    context: SequenceContext, sentences: Tensor | None, count: int, positions: Tensor, has_sentences: bool
 ) -> SequenceContext:
-    """Return ``text`` after ``count`` global tokens; where they stand for sentences, tokens without one are invalid."""
+    """Return ``context`` after ``count`` global tokens; if they stand for sentences, tokens without one are invalid."""
     batch, time = positions.shape
-    valid = text.valid if text.valid is not None else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
+    valid = (
+        context.valid
+        if context.valid is not None
+        else torch.ones(batch, time, dtype=torch.bool, device=positions.device)
+    )
     if sentences is None:
         sentence_valid = torch.ones(batch, count, dtype=torch.bool, device=positions.device)
-        joined = None if text.valid is None else torch.cat([sentence_valid, valid], 1)
-        return SequenceContext(joined, text.global_positions, None, count)
+        joined = None if context.valid is None else torch.cat([sentence_valid, valid], 1)
+        return SequenceContext(joined, context.global_positions, None, count)
     numbers = torch.arange(count, device=positions.device).expand(batch, -1)
     sentence_valid = numbers <= sentences.amax(1, keepdim=True)
-    all_valid = text.valid is None and not (has_sentences and not bool(sentence_valid.all()))
+    all_valid = context.valid is None and not (has_sentences and not bool(sentence_valid.all()))
     joined = None if all_valid else torch.cat([sentence_valid, valid], 1)
-    return SequenceContext(joined, text.global_positions, torch.cat([numbers, sentences], 1), count)
+    return SequenceContext(joined, context.global_positions, torch.cat([numbers, sentences], 1), count)
 
 
 class Encoder(Reader, CommonModel):

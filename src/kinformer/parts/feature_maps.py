@@ -216,13 +216,13 @@ class Favor(FeatureMap, Resampled):
         relu            phi(x) = relu(W x') + eps, of another kernel ("generalised attention")
 
     The authors subtract from the exponents of keys their maximum over all positions, which leaks the future. Here every
-    key has its own maximum, and the logarithm of the missing factor is kept beside the features (see
-    ``kernels.linear``). There are m features, 2 m of the form trigonometric.
+    key has its own maximum, and the logarithm of the missing factor is kept beside the features
+    (``kernels.linear.running_maximum``). There are m features, 2 m of the form trigonometric.
 
     ``features``: m, head_dim * ln(head_dim) rounded down if None, as the authors advise. ``orthogonal``: rows of W
-    are orthogonal in groups of head_dim. ``redraw``: after how many training steps W is redrawn (0: never), which
-    restarts carried states. ``eps`` is added to every feature, relative to a token's largest (the authors': 1e-6 to
-    1e-4, relu 1e-3).
+    are orthogonal in groups of head_dim. ``redraw``: W is redrawn before every training step whose number is a multiple
+    of it (0: never; ``core.learning``), which restarts carried states. ``eps`` is added to every feature, after the
+    division by a token's largest one for the form positive (the authors': 1e-6 to 1e-4, relu 1e-3).
     """
 
     weight: Tensor

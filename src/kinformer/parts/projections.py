@@ -107,8 +107,8 @@ class MultiHead(Projection):
 class MultiHeadGlobal(MultiHead):
     """Separate projections for global tokens (Beltagy et al. 2020, Longformer, section 3.1).
 
-    Two projections: all tokens see, and are seen by all but global tokens, through the first; a global token sees
-    through ``of_global``, in its query and in the keys and values of all tokens.
+    Queries of ordinary tokens use the first projection for every key, keys of global tokens included. Queries of global
+    tokens use ``of_global``, in their queries and in the keys and values of all tokens.
     """
 
     class Config(ProjectionConfig):

@@ -322,9 +322,9 @@ class Reversible(Stack):
         return self._run(chunk.x, chunk._replace(x=cast(Any, None)), state, taps)
 
     def read(
-        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, context: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, _, tapped = self._run(x, text, ((),) * len(self.order), taps)
+        y, _, tapped = self._run(x, context, ((),) * len(self.order), taps)
         return y, tapped
 
     def _branches(self, index: int) -> tuple[Branch, ...]:

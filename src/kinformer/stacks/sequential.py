@@ -98,14 +98,14 @@ class Stages(GridOnly, Stack):
         )
 
     def read(
-        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, context: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         stages = [self.config.stage_of(number) for number in range(len(self.layers))]
         tapped = []
         for number, layer in enumerate(self.layers):
             if stages[number] > stages[number - 1]:  # never for number 0, as stages[-1] is the last stage
-                x, text = self.merges[stages[number] - 1](x, text)
-            x = self._read(layer, x, text)
+                x, context = self.merges[stages[number] - 1](x, context)
+            x = self._read(layer, x, context)
             if number in taps:
                 tapped.append(x)
         return x, tuple(tapped)
@@ -121,13 +121,13 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
         self.norm_behind = norm_behind
 
-    def forward(self, x: Tensor, text: SequenceContext) -> tuple[Tensor, SequenceContext]:
-        grid = text.grid
+    def forward(self, x: Tensor, context: SequenceContext) -> tuple[Tensor, SequenceContext]:
+        grid = context.grid
         assert grid is not None, "a model of patches alone"
         x = functional.pad(x.unflatten(1, grid), (0, 0, 0, grid[1] % 2, 0, grid[0] % 2))
         four = torch.cat([x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)], -1)
         y = self.norm(self.reduction(four)) if self.norm_behind else self.reduction(self.norm(four))
-        return y.flatten(1, 2), text._replace(grid=(y.shape[1], y.shape[2]))
+        return y.flatten(1, 2), context._replace(grid=(y.shape[1], y.shape[2]))
 
 
 # The Universal Transformer (Dehghani et al. 2019): the same layers for a number of steps or until a token halts.
@@ -314,17 +314,17 @@ class Universal(Stack):
         return x, tuple(after), tapped
 
     def read(
-        self, x: Tensor, text: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
+        self, x: Tensor, context: SequenceContext, before: BeforeUse, taps: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.halting is None:
-            return super().read(x, text, before, taps)
+            return super().read(x, context, before, taps)
 
         def use(number: int, x: Tensor, output_mask: Tensor | None) -> Tensor:
             if output_mask is not None and not output_mask.any():
                 return x
-            return self._read(self.layers[self.order[number]], x, text, output_mask)
+            return self._read(self.layers[self.order[number]], x, context, output_mask)
 
-        x, tapped, costs = self._run_halting(self.halting, x, text.valid, use, before, taps)
+        x, tapped, costs = self._run_halting(self.halting, x, context.valid, use, before, taps)
         self.pondered(torch.stack(costs).sum(0))
         return x, tapped
 

@@ -146,7 +146,7 @@ def _joined(
 
 
 def _with_costs(state: State, before: State) -> State:
-    """Return ``state`` with the side costs of ``before``, the row's earlier sequences: resets do not clear them."""
+    """Return ``state`` with the auxiliary losses of ``before``, a row's earlier sequences: resets keep them."""
     if isinstance(state, Tensor):
         return state
     items = [_with_costs(item, old) for item, old in zip(state, before, strict=True)]

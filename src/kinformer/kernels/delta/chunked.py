@@ -182,7 +182,7 @@ def _folded(blocks: SequenceBlocks, Q: Tensor, K: Tensor, erase: Tensor | None) 
 
 def _ended(blocks: SequenceBlocks, W: Tensor, K: Tensor, U: Tensor) -> Tensor:
     """Return W after each block, before a fold's decay, given W before each block."""
-    decayed = W if blocks.keep is None else W * blocks.keep.flatten(0, 1).to(W.dtype)
+    decayed = W if blocks.state_decay is None else W * blocks.state_decay.flatten(0, 1).to(W.dtype)
     return torch.baddbmm(decayed, K.mT, U)
 
 
@@ -200,8 +200,8 @@ def _write(blocks: SequenceBlocks, U: Tensor, X: Tensor, K: Tensor, w: Tensor) -
     for j, (u, x, k) in enumerate(zip(*(blocks.by_row(part).unbind(1) for part in (U, X, K)))):
         states.append(W.to(U.dtype))
         u.baddbmm_(x, states[-1], alpha=-1)
-        early, late = _keep(blocks, j)
-        W = gate(_add_product(gate(W, early), k.mT, u), late)
+        decay, decay_after = _decays(blocks, j)
+        W = gate(_add_product(gate(W, decay), k.mT, u), decay_after)
     return torch.stack(states, 1).flatten(0, 1), W
 
 
@@ -214,18 +214,18 @@ def _read_back(
     states = []
     parts = zip(*(blocks.by_row(part).unbind(1) for part in (G, X, local, K)))
     for j, (g, x, added, k) in reversed(list(enumerate(parts))):
-        early, late = _keep(blocks, j)
-        dW = gate(dW, late)
+        decay, decay_after = _decays(blocks, j)
+        dW = gate(dW, decay_after)
         states.append(dW.to(G.dtype))
         g.baddbmm_(x, states[-1])
-        dW = _add_product(gate(dW, early) + added, k.mT, g, alpha=-1)
+        dW = _add_product(gate(dW, decay) + added, k.mT, g, alpha=-1)
     return torch.stack(states[::-1], 1).flatten(0, 1), blocks.initial(dW)
 
 
-def _keep(blocks: SequenceBlocks, j: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the retained fractions of W in block ``j``, and of W after the block's addition."""
-    keep, late = (None if part is None else part[:, j] for part in (blocks.keep, blocks.late))
-    return keep, late
+def _decays(blocks: SequenceBlocks, j: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return what multiplies W in block ``j``, and what multiplies W after the block's addition."""
+    decay, decay_after = (None if part is None else part[:, j] for part in (blocks.state_decay, blocks.decay_after))
+    return decay, decay_after
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: int = 1) -> Tensor:

@@ -181,7 +181,7 @@ def _half(x: Tensor, half: int, which: int) -> Tensor:
 # M of the range of G, q'_t = exp(G_t - M) q_t, k'_s = exp(M - G_s) k_s and S' = exp(M) S for the state before the
 # block, all products are the products without a decay, and
 #
-#     S' of the next block = keep (S' + K'^T V),    keep = exp(G_last - M + M of the next block)
+#     S' of the next block = decay_after (S' + K'^T V),    decay_after = exp(G_last - M + M of the next block)
 
 SIZES = (8, 16, 32, 64)
 TILE_ELEMENTS = 2**18
@@ -228,26 +228,26 @@ def tiles(q: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
 class Fold:
     """A decay by channel that queries and keys take up: ``read`` = exp(G - M) and ``written`` = exp(M - G) [rows *
     count, size, features] multiply them, ``initial`` = exp(M) of the first block [rows, features, 1] the state, and
-    ``keep`` [rows, count, features, 1] what becomes of the state in a block and of what the block adds to it."""
+    ``decay_after`` [rows, count, features, 1] the state with a block's addition, after the block."""
 
     read: Tensor
     written: Tensor
     initial: Tensor
-    keep: Tensor
+    decay_after: Tensor
 
 
 @dataclass(frozen=True)
 class SequenceBlocks:
     """A cut of ``rows`` sequences (batch x heads) of ``time`` tokens into ``count`` blocks of ``size`` tokens.
 
-    ``enter``, ``leave`` [batch * heads * count, size, 1], ``keep`` [batch * heads, count, 1, 1] and
+    ``enter``, ``leave`` [batch * heads * count, size, 1], ``state_decay`` [batch * heads, count, 1, 1] and
     ``same`` [batch, 1, count, size, size] are masks (1 or 0) for sequences with resets, otherwise None: the token
     sees what came before its block; what comes after the block sees the token; the state lives through the block;
     the first token (row) sees the second (column). ``sequence`` [batch, count, size] numbers a block's sequences.
 
     A decay makes the masks factors between 0 and 1; with one per channel, ``enter`` and ``leave`` are [.., size,
-    features], ``keep`` is [.., features, 1], and ``channels`` holds the factor between two tokens of a block; with a
-    ``fold`` they remain masks.
+    features], ``state_decay`` is [.., features, 1], and ``channels`` holds the factor between two tokens of a block;
+    with a ``fold`` they remain masks.
     """
 
     batch: int
@@ -257,7 +257,7 @@ class SequenceBlocks:
     size: int
     enter: Tensor | None = None
     leave: Tensor | None = None
-    keep: Tensor | None = None
+    state_decay: Tensor | None = None
     same: Tensor | None = None
     sequence: Tensor | None = None
     channels: Channels | None = None
@@ -288,9 +288,9 @@ class SequenceBlocks:
         return x if self.fold is None else x * self.fold.written
 
     @property
-    def late(self) -> Tensor | None:
-        """Return the retained fraction of a state and of a block's addition, [rows, count, features, 1]."""
-        return None if self.fold is None else self.fold.keep
+    def decay_after(self) -> Tensor | None:
+        """Return what multiplies the state with a block's addition after the block, [rows, count, features, 1]."""
+        return None if self.fold is None else self.fold.decay_after
 
     def initial(self, state: Tensor) -> Tensor:
         """Return a state before the first block, or its gradient, [rows, features, n], times the fold's factor."""
@@ -377,7 +377,7 @@ def _with_resets(blocks: SequenceBlocks, reset: Tensor, dtype: torch.dtype) -> S
         sequence=sequence,
         enter=per_row(sequence == 0).reshape(-1, size, 1),
         leave=per_row(sequence == last).reshape(-1, size, 1),
-        keep=per_row(last == 0).reshape(batch * heads, count, 1, 1),
+        state_decay=per_row(last == 0).reshape(batch * heads, count, 1, 1),
         same=(sequence.unsqueeze(-1) == sequence.unsqueeze(-2)).to(dtype).unsqueeze(1),
     )
 
@@ -393,7 +393,7 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype, e
         # exp(G_t), exp(G_last - G_s) and exp(G_last): exponents of at most 0, so nothing overflows.
         enter=gate(read.exp().to(dtype), blocks.enter),
         leave=gate((last - sums).exp_().to(dtype), blocks.leave),
-        keep=gate(blocks.by_row(last.exp().mT), blocks.keep),
+        state_decay=gate(blocks.by_row(last.exp().mT), blocks.state_decay),
     )
     if per_channel:
         return replace(decayed, channels=Channels(sums, dtype))
@@ -405,35 +405,37 @@ def _with_decay(blocks: SequenceBlocks, log_decay: Tensor, dtype: torch.dtype, e
 
 def _fold(blocks: SequenceBlocks, sums: Tensor, dtype: torch.dtype) -> Fold:
     """Return the fold of a decay by channel from ``sums`` [rows * count, size, features]."""
-    away, initial, keep = folded(sums, blocks.rows)
-    initial, keep = initial.exp().unsqueeze(-1), keep.exp_().unsqueeze(-1)
-    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), initial, keep)
+    away, initial, after = folded(sums, blocks.rows)
+    initial, after = initial.exp().unsqueeze(-1), after.exp_().unsqueeze(-1)
+    return Fold(away.exp().to(dtype), away.neg_().exp_().to(dtype), initial, after)
 
 
 def gate(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``x`` where the mask is 1, zero elsewhere; all of it without a mask."""
+    """Return ``x`` times a mask or a decay, ``x`` itself without one."""
     return x if mask is None else x * mask
 
 
 def scan(
-    local: Tensor, initial: Tensor, keep: Tensor | None, late: Tensor | None = None, reverse: bool = False
+    local: Tensor, initial: Tensor, decay: Tensor | None, decay_after: Tensor | None = None, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the state before every block and after the last: state_{j+1} = late_j * (keep_j * state_j + local_j).
+    """Return the state before every block and after the last.
 
-    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; keep, late: [rows, count, m or 1, 1], or
-    None for 1.
-    ``reverse`` runs from the last block to the first and returns gradients of states: of the sum in brackets for every
-    block, and of the state before the first. Returns ([rows, count, m, n], [rows, m, n]) in the dtype of ``initial``.
+    state_{j+1} = decay_after_j * (decay_j * state_j + local_j)
+
+    local: [rows, count, m, n], what each block adds; initial: [rows, m, n]; decay, decay_after: [rows, count, m or 1,
+    1], or None for 1. ``reverse`` runs from the last block to the first and returns gradients of states: of the sum in
+    brackets for every block, and of the state before the first. Returns ([rows, count, m, n], [rows, m, n]) in the
+    dtype of ``initial``.
     """
     state = initial
     states = []
     steps = range(local.shape[1])
     parts = local.unbind(1)
     for j in reversed(steps) if reverse else steps:
-        after = None if late is None else late[:, j]
+        after = None if decay_after is None else decay_after[:, j]
         state = gate(state, after if reverse else None)
         states.append(state)
-        state = state + parts[j] if keep is None else torch.addcmul(parts[j].to(state), state, keep[:, j])
+        state = state + parts[j] if decay is None else torch.addcmul(parts[j].to(state), state, decay[:, j])
         state = gate(state, None if reverse else after)
     if reverse:
         states.reverse()
@@ -571,7 +573,7 @@ def _gradients(
     dP = blocks.hide_(dP)
     dQ = blocks.add_to_rows_(gate(dQ, blocks.enter), dP, K)
     dS = blocks.by_row(torch.bmm(Q_enter.mT, Y))
-    dS, grad_s = scan(dS, grad_s.flatten(0, 1), blocks.keep, blocks.late, reverse=True)
+    dS, grad_s = scan(dS, grad_s.flatten(0, 1), blocks.state_decay, blocks.decay_after, reverse=True)
     grad_s = blocks.initial(grad_s)
     dZ, grad_z = _normaliser_gradient(blocks, Q_enter, g, grad_z)
     change = None
@@ -603,9 +605,11 @@ def _states(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return S [rows * count, features, head_dim] and z [rows * count, 1, features] before each block, and the last."""
     K = gate(K, blocks.leave)
-    S, last_s = scan(blocks.by_row(torch.bmm(K.mT, V)), blocks.initial(s.flatten(0, 1)), blocks.keep, blocks.late)
+    S, last_s = scan(
+        blocks.by_row(torch.bmm(K.mT, V)), blocks.initial(s.flatten(0, 1)), blocks.state_decay, blocks.decay_after
+    )
     added, before = blocks.by_row(K.sum(1, keepdim=True, dtype=z.dtype)), blocks.initial(z.flatten(0, 1).unsqueeze(2))
-    Z, last_z = scan(added, before.mT, _transposed(blocks.keep), _transposed(blocks.late))
+    Z, last_z = scan(added, before.mT, _transposed(blocks.state_decay), _transposed(blocks.decay_after))
     return S.flatten(0, 1).to(K.dtype), Z.flatten(0, 1), last_s.view(s.shape), last_z.view(z.shape)
 
 
@@ -615,12 +619,12 @@ def _normaliser_gradient(blocks: SequenceBlocks, Q: Tensor, g: Tensor | None, gr
     if g is None:
         g = Q.new_zeros(Q.shape[0], Q.shape[1], 1)
     added = blocks.by_row((Q * g).sum(1, keepdim=True, dtype=last.dtype))
-    dZ, first = scan(added, last, _transposed(blocks.keep), _transposed(blocks.late), reverse=True)
+    dZ, first = scan(added, last, _transposed(blocks.state_decay), _transposed(blocks.decay_after), reverse=True)
     return dZ.flatten(0, 1), blocks.initial(first.mT).mT
 
 
-def _transposed(keep: Tensor | None) -> Tensor | None:
-    return None if keep is None else keep.mT
+def _transposed(decay: Tensor | None) -> Tensor | None:
+    return None if decay is None else decay.mT
 
 
 def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
@@ -628,6 +632,6 @@ def _ended(blocks: SequenceBlocks, states: Tensor, last: Tensor) -> Tensor:
     block and the last state; in the dtype of ``last``."""
     rows = blocks.by_row(states)[:, 1:].to(last.dtype)
     after = torch.cat([rows, last.unsqueeze(1)], dim=1)
-    if blocks.late is not None:
-        after = after / (blocks.late if after.shape[-2] > 1 else blocks.late.mT)
+    if blocks.decay_after is not None:
+        after = after / (blocks.decay_after if after.shape[-2] > 1 else blocks.decay_after.mT)
     return after.flatten(0, 1)

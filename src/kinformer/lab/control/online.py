@@ -226,14 +226,14 @@ class Actor:
         return outputs[:, 0].float(), state
 
 
-def advantages_of(steps: Transition, last: np.ndarray, discount: float, smoothing: float) -> np.ndarray:
+def advantages_of(steps: Transition, last: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
     """Return generalised advantage estimates [time, rows] (Schulman et al. 2016, equation 16) of ``steps`` [time, rows,
     ...], after which the value is ``last`` [rows]."""
     result = np.zeros_like(steps.rewards)
     following, running = last, np.zeros_like(last)
     for step in reversed(range(len(result))):
         going = discount * ~steps.ended[step]
-        running = steps.rewards[step] + going * following - steps.values[step] + smoothing * going * running
+        running = steps.rewards[step] + going * following - steps.values[step] + gae_lambda * going * running
         result[step], following = running, steps.values[step]
     return result
 

@@ -551,8 +551,12 @@ class Scores(NamedTuple):
 
 
 def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
-    """Return BLEU and chrF, one reference a line, by the package sacrebleu (Post 2018) and its tokenization 13a;
-    raise where the package is missing."""
+    """Return corpus BLEU and chrF, one reference a line, by the package sacrebleu (Post 2018) and its defaults: n-grams
+    of up to 4 tokens of the tokenization 13a, upper and lower case apart, exponential smoothing of orders without a
+    match, and exp(1 - reference / translation) as brevity penalty of a corpus that is too short.
+
+    Errors: ``KinformerError`` where the package is missing.
+    """
     try:
         from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
         from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
