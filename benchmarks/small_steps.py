@@ -2,6 +2,7 @@
 
     as it is              as `kinformer train` computes it: 4 x 128 tokens, 4 layers of dim 128, 4,096 words, Muon
     attention in tiles    short causal rows as long ones are attended to (kernels/attention)
+    GELU by tanh          the activation of the recipe of gpt, which `--minutes` replaces by GELU itself
 
 All are trained from the same weights on the same rows, in turns, in processor time, which other work of the machine
 is not counted in. The first losses are equal to 0.1 %, or they are not timed.
@@ -17,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+from torch.nn import functional
+
 from common import arguments, medians, of_width, prepare, save, show, text_bytes
 from kinformer.kernels import attention
 from kinformer.lab.runs.create import open_planner
@@ -24,7 +27,8 @@ from kinformer.lab.runs.minutes import measured_update
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.runtime.process import begin_process
 
-MEMBERS = {"gpt": {"position": "none", "layers.*.mixer.position": "rope"}, "linear-transformer": {}}
+GPT = {"position": "none", "layers.*.mixer.position": "rope", "layers.*.feed_forward.activation": "gelu"}
+MEMBERS = {"gpt": GPT, "linear-transformer": {}}
 WARM_UP = 3
 
 
@@ -37,11 +41,25 @@ def in_tiles() -> Iterator[None]:
 
 
 @contextmanager
+def by_tanh() -> Iterator[None]:
+    """Approximate every GELU by tanh."""
+    with mock.patch.object(functional, "gelu", lambda x, approximate: _GELU(x, approximate="tanh")):
+        yield
+
+
+_GELU = functional.gelu
+
+
+@contextmanager
 def as_it_is() -> Iterator[None]:
     yield
 
 
-WAYS: Mapping[str, Callable[[], object]] = {"as it is": as_it_is, "attention in tiles": in_tiles}
+WAYS: Mapping[str, Callable[[], object]] = {
+    "as it is": as_it_is,
+    "attention in tiles": in_tiles,
+    "GELU by tanh": by_tanh,
+}
 
 
 class Training:
