@@ -68,7 +68,7 @@ class Stage(NamedTuple):
     steps: int
 
 
-STAGES = Stage(4, 128, 300), Stage(16, 32, 200), Stage(64, 8, 200), Stage(128, 4, 150), Stage(256, 2, 100)
+STAGES = Stage(4, 128, 1500), Stage(16, 32, 400), Stage(64, 8, 400), Stage(128, 4, 200), Stage(256, 2, 200)
 
 
 def built(name: str, dim: int) -> CausalMixer:

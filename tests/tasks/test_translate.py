@@ -69,7 +69,7 @@ def test_figures_are_those_of_sacrebleu():
 
 def test_without_sacrebleu_it_is_one_sentence(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
-    with pytest.raises(KinformerError, match=r"need the package 'sacrebleu'.*pip install 'kinformer\[translate\]'"):
+    with pytest.raises(KinformerError, match=r"needs sacrebleu, .*pip install 'kinformer\[translate\]'"):
         kinformer.evaluate(run.folder, device="cpu")
 
 

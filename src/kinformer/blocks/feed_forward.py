@@ -310,7 +310,10 @@ class _Sum(torch.autograd.Function):
             torch.bmm(table[some], of_some[..., None])[..., 0]
             for some, of_some in zip(slots.split(tokens), gradient.split(tokens), strict=True)
         ]
-        looked_up, place = _distinct(slots, len(table))
+        if has_data(slots):
+            looked_up, place = slots.unique(return_inverse=True)
+        else:  # as many as there may be
+            looked_up, place = slots.new_empty(min(slots.numel(), len(table))), slots
         rows = gradient.new_zeros(len(looked_up), table.shape[1])
         for start in range(0, len(slots), tokens):
             some = slice(start, start + tokens)
@@ -319,15 +322,6 @@ class _Sum(torch.autograd.Function):
             looked_up[None], rows, table.shape, check_invariants=False, is_coalesced=True
         )
         return None, torch.cat(by_weights), by_table
-
-
-def _distinct(slots: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the slots that occur in ``slots``, of ``count`` there are, in order, and where each of ``slots`` is among
-    them; where there are only shapes, as many as there may be."""
-    if has_data(slots):
-        looked_up, place = slots.unique(return_inverse=True)
-        return looked_up, place
-    return slots.new_empty(min(slots.numel(), count)), slots
 
 
 # Products of rows with the matrix of their group, y_i = x_i W_(group of i). The reference gathers a matrix a row.

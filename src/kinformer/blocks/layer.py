@@ -105,13 +105,6 @@ def mixing(mixer: CausalMixer, residual: Residual) -> Branch:
     return Branch(_additive(residual, run), mixes=True)
 
 
-def encode_branch(mixer: nn.Module, residual: Residual) -> Branch:
-    def run(x: Tensor, context: SequenceContext, state: State) -> tuple[Tensor, State]:
-        return residual.added(mixer(residual.enter(x), context)), state
-
-    return Branch(_additive(residual, run), mixes=False)
-
-
 def feed_forward_branch(residual: Residual, feed_forward: nn.Module, share: float = 1.0) -> Branch:
     """Return the branch of a feed-forward, ``share`` of whose output is added."""
 
@@ -271,10 +264,13 @@ class EncoderLayer(ChecksInput, PartialOutput, Sublayers):
 
     def branches(self) -> tuple[Branch, ...]:
         """Return the sublayers without their residual sums, in order."""
-        return (
-            encode_branch(self.mixer, self.mixer_residual),
-            feed_forward_branch(self.feed_forward_residual, self.feed_forward),
-        )
+        residual = self.mixer_residual
+
+        def run(x: Tensor, context: SequenceContext, state: State) -> tuple[Tensor, State]:
+            return residual.added(self.mixer(residual.enter(x), context)), state
+
+        mixing = Branch(_additive(residual, run), mixes=False)
+        return mixing, feed_forward_branch(self.feed_forward_residual, self.feed_forward)
 
     def _mix(self, x: Tensor, context: SequenceContext) -> Tensor:
         """Return the stream x after the mixer."""

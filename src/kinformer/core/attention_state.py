@@ -483,7 +483,9 @@ class Past:
             slots, state, whole = self.state.extend(stored, limit)
             return Remembered(self.read(slots, new), whole, state)
         past, time = self.state[:-1], self.positions.shape[1]
-        slots = self.mixer.behind_past(tuple(new), self.read_past(past, new), limit)
+        # Where keys and values go round, new slots stand behind the state's alone.
+        crossing = None if self.mixer.goes_round else self.mixer.crossing
+        slots = with_past(crossing, tuple(new), self.read_past(past, new), limit)
         every = (
             slot if leaf is seen else torch.cat([old.to(leaf.dtype), leaf], dim=2)
             for slot, seen, leaf, old in zip(slots, new, stored, past, strict=True)

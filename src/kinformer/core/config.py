@@ -58,21 +58,15 @@ class _Typed(type):
             cls.builds = owner
 
     def __call__(cls, *arguments: object, **values: object) -> Any:
-        types = _plain_field_types(typing.cast("type[Config]", cls))
+        kinds: Mapping[str, object] = {}
+        with suppress(KinformerError):  # the type of a field cannot be found yet
+            kinds = field_types(typing.cast("type[Config]", cls))
         for name, value in values.items():
-            kind = types.get(name, Any)
+            kind = kinds.get(name, Any)
             if (names_part := _names_part(value) and _takes_part(kind)) or not _fits(kind, value):
                 place = f"{name} of {describe(typing.cast(type[Config], cls))}"
                 values[name] = parse(kind, value, find() if names_part else {}, place)
         return super().__call__(*arguments, **values)
-
-
-def _plain_field_types(config: type[Config]) -> Mapping[str, object]:
-    """Return the types of the fields, by name; empty where the type of a field cannot be found yet."""
-    try:
-        return field_types(config)
-    except KinformerError:
-        return {}
 
 
 def _names_part(value: object) -> bool:
@@ -384,7 +378,10 @@ def _replace(node: object, changes: list[_Change], kinds: Kinds) -> Any:
         key, *rest = change.keys
         if key == "kind" and not rest:
             node = _filled(node, inside, kinds)
-            node, inside = parse_slot(type(node).slot, _retyped(node, change.value, kinds), kinds, change.path), {}
+            new = kinds.get(type(node).slot, {}).get(str(change.value))
+            shared = field_types(type(node)).items() & (field_types(new).items() if new else ())  # of the same type
+            data = {"kind": change.value} | {name: getattr(node, name) for name, _ in shared}
+            node, inside = parse_slot(type(node).slot, data, kinds, change.path), {}
         elif key not in (fields := field_types(type(node))):
             raise KinformerError(f"{change.path}: {key!r} is not a field of {describe(node)}; {nearest(key, fields)}")
         else:
@@ -400,7 +397,10 @@ def _value(value: object, kind: object, changes: list[_Change], kinds: Kinds) ->
             continue
         for _, new, path in some:
             if isinstance(value, tuple) and isinstance(count := plain(new), int) and not isinstance(count, bool):
-                value = _cycle(value, count, path)
+                if not 1 <= count <= LONGEST or not value:
+                    remedy = f"give a whole number of 1 to {LONGEST:,}"
+                    raise KinformerError(f"{path}: {count} is not a length for this list; {remedy}.")
+                value = tuple(value[i % len(value)] for i in range(count))
             else:
                 value = parse(kind, new, kinds, path)
     return value
@@ -425,22 +425,9 @@ def _filled(node: Config, inside: Mapping[str, list[_Change]], kinds: Kinds) -> 
     raise KinformerError(text if text.startswith(place) else f"{place}: {text}")
 
 
-def _retyped(node: Config, kind: object, kinds: Kinds) -> dict[str, object]:
-    """Return the data of a part of ``kind`` with the fields of ``node`` that it has too, of the same type."""
-    new = kinds.get(type(node).slot, {}).get(str(kind))
-    shared = field_types(type(node)).items() & (field_types(new).items() if new else ())
-    return {"kind": kind} | {name: getattr(node, name) for name, _ in shared}
-
-
 def _index(key: str, node: tuple[object, ...], path: str) -> int:
     if key.isdigit() and int(key) < len(node):
         return int(key)
     raise KinformerError(
         f"{path}: {key!r} is not an item of a list of {len(node)}; use 0 to {len(node) - 1}, or * for all."
     )
-
-
-def _cycle(items: tuple[object, ...], count: int, path: str) -> tuple[object, ...]:
-    if not 1 <= count <= LONGEST or not items:
-        raise KinformerError(f"{path}: {count} is not a length for this list; give a whole number of 1 to {LONGEST:,}.")
-    return tuple(items[i % len(items)] for i in range(count))

@@ -137,17 +137,16 @@ class Crosses:
         """Return whether keys and values go round: they may where queries at any distance see them."""
         return self.crossing is not None and self.crossing.ring and self.rings and self.growth == "linear"
 
-    def behind_past(self, new: tuple[Tensor, ...], first: tuple[Tensor, ...], limit: int | None) -> tuple[Tensor, ...]:
-        """Return :func:`with_past`; where keys and values go round, new slots stand behind the state's alone."""
-        return with_past(None if self.goes_round else self.crossing, new, first, limit)
-
     def row_end(
         self, slots: tuple[Tensor, ...], seen: Tensor, first: Tensor, time: int, limit: int | None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return slots and ``seen`` after the row: :func:`after_row` where there is a crossing."""
+        """Return ``slots`` and ``seen`` after the row: where there is a crossing, the slots of the last stretch of
+        ``time``, up to ``limit``; ``first``: the slots before the row."""
         if self.crossing is None:
             return slots, seen
-        return after_row(self.crossing, slots, first, time, limit), self.crossing.seen
+        total = first.shape[2] + self.crossing.count * time
+        count = total if limit is None else min(limit, total)
+        return tuple(self.crossing.last(leaf, count) for leaf in slots), self.crossing.seen
 
     def convolved(
         self, convolution: Convolution, tokens: Tensor, recent: Tensor, chunk: Chunk, reset: Tensor | None
@@ -184,14 +183,6 @@ def with_past(
     wide = [old.to(x.dtype) for old, x in zip(first, new, strict=True)]
     past, both = crossing.past(torch.cat(new, dim=-1), torch.cat(wide, dim=-1), limit)
     return torch.cat([past, both], dim=2).split([leaf.shape[-1] for leaf in new], dim=-1)
-
-
-def after_row(
-    crossing: Crossing, slots: tuple[Tensor, ...], first: Tensor, time: int, limit: int | None
-) -> tuple[Tensor, ...]:
-    """Return the ``slots`` of the last stretch of ``time``, up to ``limit``; ``first``: the slots before the row."""
-    total = first.shape[2] + crossing.count * time
-    return tuple(crossing.last(leaf, total if limit is None else min(limit, total)) for leaf in slots)
 
 
 def recent_slots(crossing: Crossing, tokens: Tensor, first: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,11 +58,7 @@ def model_config(data: object, place: str = "config") -> ModelConfig:
 
 
 def storable(config: ModelConfig) -> dict[str, object]:
-    """Return the dict form of a model config for a file, from which :func:`model_config` can read it again.
-
-    Errors: ``KinformerError`` for a part whose class was given only as an object, so that it cannot be found by a name,
-    and for a value that JSON cannot hold.
-    """
+    """Return the dict form of a model config for a file, from which :func:`model_config` can read it again."""
     table = kinds()
     for part in parts_in(config):
         if part.slot and (part.slot not in table or table[part.slot].get(part.kind) is not type(part)):

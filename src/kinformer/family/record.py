@@ -107,17 +107,8 @@ class Member:
     @property
     def sheet(self) -> MemberSheet:
         """Return the facts of the member that reports show."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "paper": self.paper,
-            "year": self.year,
-            "axes": self.axes,
-            "causal": self.causal,
-            "growth": self.growth,
-            "departures": tuple(map(spelled, self.departures)),
-            "exact_limit": self.exact_limit,
-        }
+        facts = {name: getattr(self, name) for name in MemberSheet.__annotations__}
+        return cast("MemberSheet", facts | {"departures": tuple(map(spelled, self.departures))})
 
     @property
     def facts(self) -> MemberFacts:

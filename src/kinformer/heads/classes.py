@@ -112,7 +112,11 @@ class ClassificationHead(PoolingHead):
         self.output = nn.Linear(dim, config.classes)
 
     def forward(self, hidden_states: Tensor, input: Input, valid: Tensor | None = None) -> Tensor:
-        x = _activate(self.dense(self.pooled(hidden_states, valid)), self.activation)
+        x, name = self.dense(self.pooled(hidden_states, valid)), self.activation
+        if name in ("tanh", "relu"):
+            x = x.tanh() if name == "tanh" else x.relu()
+        else:
+            x = functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
         x = x if self.norm is None else self.norm(x)
         return self.output(x if self.dropout is None else self.dropout(x))
 
@@ -170,12 +174,6 @@ class SpanHead(HeadConfig):
 
     def build(self, dim: int, input: Input) -> LinearHead:
         return LinearHead(dim, self.classes)
-
-
-def _activate(x: Tensor, name: str) -> Tensor:
-    if name in ("tanh", "relu"):
-        return x.tanh() if name == "tanh" else x.relu()
-    return functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
 class DistilledHead(nn.Module):

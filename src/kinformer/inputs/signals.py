@@ -59,10 +59,7 @@ class Filterbank:
 
 
 def mel_filters(rate: int, points: int, mels: int) -> Tensor:
-    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of this many points.
-
-    Errors: ``KinformerError`` where there are more filters than frequencies tell apart.
-    """
+    """Return triangles w [points // 2 + 1, mels] over the frequencies of a transform of this many points."""
     highest = 2595 * torch.log10(torch.tensor(1 + rate / 1400, dtype=torch.float64))
     edges = 700 * (10 ** (torch.linspace(0, 1, mels + 2, dtype=torch.float64) * highest / 2595) - 1)
     hertz = torch.linspace(0, rate / 2, points // 2 + 1, dtype=torch.float64)[:, None]
@@ -415,10 +412,7 @@ class ImageStates(nn.Module):
 
 
 def output_size(image: Sequence[int], convolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return the height and width of the last convolution's output.
-
-    Errors: ``KinformerError`` for an invalid list of convolutions, and for images smaller than a filter.
-    """
+    """Return the height and width of the last convolution's output."""
     _, height, width = image
     for item in convolutions:
         if len(item) != 3 or min(item) < 1:

@@ -122,10 +122,7 @@ class Architecture:
         return model
 
     def read_tensors(self, tensors: Tensors, model: ConfigView, folder: Path, config: ConfigFile = None) -> Weights:
-        """Return the weights of our ``model``; ``config``: the ``config.json``.
-
-        Errors: ``KinformerError`` for a tensor that such a model does not have, and for a missing tensor.
-        """
+        """Return the weights of our ``model``; ``config``: the ``config.json``."""
         weights = self.key_map(model).read(tensors, model, folder, f"{self.title}{self.of}") | _slopes(model)
         return without_tied_output(weights, folder) if model["head"].get("tied") else weights
 
@@ -211,8 +208,14 @@ class Decoder(Architecture):
     reordered = "the rows of queries and keys change their order"
 
     def write_config(self, model: ConfigView, length: int | None, padding: Padding | None) -> JsonObject:
-        settings = super().write_config(model, length, padding)
-        return {**settings, **ends_of(model), "pad_token_id": None, **_longest(model, length)}
+        settings = {**super().write_config(model, length, padding), **ends_of(model), "pad_token_id": None}
+        positions = [layer["mixer"].get("position", {}) for layer in model["layers"]]
+        if (rotary := next((one for one in positions if one.get("kind") == "rope"), None)) is not None:
+            # Rotary positions do not end; transformers still wants the longest text.
+            scaled = rotary["original_length"] is not None
+            longest = int(rotary["original_length"] * rotary["factor"]) if scaled else length or 2048
+            settings["max_position_embeddings"] = longest
+        return settings
 
     def order(self, model: ConfigView) -> ConfigView:
         layers = [_with_half_layout(layer) for layer in model["layers"]]
@@ -263,20 +266,15 @@ def decoder_of(full: Settings, table: Table, layer: ConfigData, **settings: obje
     return model_of(full, table, layer, kind="decoder", head={"kind": "language"}, **settings)
 
 
+def rms_layer(mixer: ConfigData, feed_forward: ConfigData) -> ConfigData:
+    """Return a decoder's layer with RMS norms before its sublayers, without the settings of a table."""
+    norm = {"kind": "rms_norm"}
+    return {"kind": "decoder", "mixer": mixer, "feed_forward": feed_forward, "norm": norm, "residual": "pre"}
+
+
 def ends_of(model: ConfigView) -> JsonObject:
     """Return the ids that begin and end a text, None included, as transformers has defaults for them."""
     return {"bos_token_id": model["input"]["bos_token"], "eos_token_id": model["input"]["eos_token"]}
-
-
-def _longest(model: ConfigView, length: int | None) -> JsonObject:
-    """Return the setting of the longest text of a model with rotary positions, which do not end."""
-    positions = [layer["mixer"].get("position", {}) for layer in model["layers"]]
-    position = next((one for one in positions if one.get("kind") == "rope"), None)
-    if position is None:
-        return {}
-    if position["original_length"] is not None:
-        return {"max_position_embeddings": int(position["original_length"] * position["factor"])}
-    return {"max_position_embeddings": length or 2048}
 
 
 def add_ends(tokens: ConfigData, config: Mapping[str, object], folder: Path) -> tuple[str, ...]:

@@ -110,7 +110,9 @@ IGNORED = -100
 class KinformerModel(PreTrainedModel):  # type: ignore[misc]
     """A model of this library, ``model``, with the interface of transformers.
 
-    ``use``: the purpose of the class, which ends its name, as in ``KinformerForMaskedLM``.
+    ``use``: the purpose of the class, which ends its name, as in ``KinformerForMaskedLM``. With
+    ``output_hidden_states`` a call also returns the input of the first layer and the output of every layer, the last
+    after the norm, each [batch, time or patches, dim].
     """
 
     use: ClassVar[str]
@@ -213,8 +215,6 @@ class KinformerModel(PreTrainedModel):  # type: ignore[misc]
 
         The rows of old ids stay. The rows of new ids are the mean of the old rows; without ``mean_resizing`` they are
         drawn as in a new model.
-
-        Errors: ``KinformerError`` for a model whose input or head divides its ids into parts.
         """
         old = self.model.vocab_size
         size = new_num_tokens or old
@@ -321,10 +321,7 @@ OF_SOUND = "a model of sound returns logits and attention weights alone; leave i
 
 
 def attention_of(mixer: nn.Module, inputs: tuple[Any, ...], valid: Tensor | None, time: int) -> Tensor:
-    """Return the probabilities [batch, heads, queries, keys] of a call of ``mixer``, in the order of the caller.
-
-    Errors: ``KinformerError`` for a mixer that does not compute probabilities of tokens.
-    """
+    """Return the probabilities [batch, heads, queries, keys] of a call of ``mixer``, in the order of the caller."""
     reason = ""
     try:
         with evaluating(mixer):
@@ -641,9 +638,8 @@ class KinformerForCausalLM(ContinuingModel):
 
         attention_mask: [batch, tokens so far] or [batch, time]; 0 marks padding, on either side. inputs_embeds [batch,
         time, dim]: vectors in place of rows of the table of ids. labels: shifted here; -100 is ignored.
-        logits_to_keep: how many last positions have logits, or which; 0 for all. output_hidden_states: also return
-        the input of the first layer and the output of every layer, the last after the norm, each [batch, time, dim].
-        The cache is ``cache`` or ``past_key_values``, whatever the version of transformers.
+        logits_to_keep: how many last positions have logits, or which; 0 for all. The cache is ``cache`` or
+        ``past_key_values``, whatever the version of transformers.
         """
         tokens, before = require_ids(input_ids, options, inputs_embeds), cache_in(options)
         cache, ids = self._cache_to_fill(before, use_cache), input_ids is not None
@@ -730,27 +726,16 @@ class KinformerForSeq2SeqLM(ContinuingModel):
         with self._costs() as costs, self._attended(options, refusal=OF_SOURCE):
             state = self._state_in(before, cache, labels)
             if state is None:
-                hidden = self._read(input_ids, attention_mask, encoder_outputs, options)
-                valid = valid_in(attention_mask, hidden[..., 0])
-                state = self.model.initial_state(len(hidden), device=hidden.device, source=hidden, source_valid=valid)
+                if encoder_outputs is None:
+                    encoder_outputs = self.get_encoder()(require_ids(input_ids, options), attention_mask)
+                source: Tensor = encoder_outputs[0]
+                hidden, valid = source, valid_in(attention_mask, source[..., 0])
+                state = self.model.initial_state(len(source), device=source.device, source=source, source_valid=valid)
             valid = valid_of(decoder_attention_mask, decoder_input_ids)
             logits, state = self._continued(decoder_input_ids, valid, cache, state)
         loss = self._loss_of(logits, labels, decoder_input_ids.numel(), options, costs, pop_aux(state)[0])
         caches: dict[str, Any] = {} if cache is None else {CACHE: cache}
         return as_output(ContinuedOutput(loss=loss, logits=logits, encoder_last_hidden_state=hidden, **caches), options)
-
-    def _read(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        encoder_outputs: BaseModelOutput | tuple[Tensor, ...] | None,
-        options: dict[str, object],
-    ) -> Tensor:
-        """Return the hidden states of the source."""
-        if encoder_outputs is not None:
-            return encoder_outputs[0]  # type: ignore[no-any-return]
-        source = require_ids(input_ids, options)
-        return self.get_encoder()(source, attention_mask).last_hidden_state  # type: ignore[no-any-return]
 
 
 def valid_in(attention_mask: Tensor | None, values: Tensor) -> Tensor | None:
@@ -788,8 +773,7 @@ class TextEncoder(KinformerModel):
         attention_mask: 0 marks padding, on either side. global_attention_mask: 1 marks tokens that all others see;
         without one the first are global that the model makes so. ``sentences`` [batch, time]: the sentence of each
         token, for models with a global input. inputs_embeds [batch, time, dim]: vectors in place of rows of the table
-        of ids. labels: -100 is ignored. output_hidden_states: also return the input of the first layer and the output
-        of every layer, the last after the norm, each [batch, time, dim].
+        of ids. labels: -100 is ignored.
         """
         tokens = require_ids(input_ids, options, inputs_embeds)
         further = {"kinds": global_attention_mask, "sentences": options.get("sentences"), "types": token_type_ids}
@@ -886,8 +870,7 @@ class KinformerForImageClassification(KinformerModel):
     ) -> ImageClassifierOutput | tuple[object, ...]:
         """Return the logits [batch, classes] of ``pixel_values`` [batch, channels, height, width], from 0 to 1 or
         uint8; the model normalises them itself. Of several classifiers logits and losses are means. A model of one
-        channel reads the mean of three, since pipelines make every image RGB. output_hidden_states: also return the
-        input of the first layer and the output of every layer, the last after the norm, each [batch, patches, dim]."""
+        channel reads the mean of three, since pipelines make every image RGB."""
         if pixel_values is None:
             raise KinformerError("pixel_values: is missing; give images [batch, channels, height, width].")
         if self.model.config.input.channels == 1 and pixel_values.shape[1] == 3:

@@ -64,11 +64,7 @@ class Imported:
 
 
 def read_checkpoint(folder: str | Path) -> Imported:
-    """Read a checkpoint folder.
-
-    Errors: ``KinformerError`` for anything missing, damaged, of an unknown kind, or that our model would compute
-    otherwise; nothing is skipped in silence.
-    """
+    """Read a checkpoint folder; nothing that our model would compute otherwise is skipped in silence."""
     folder = Path(folder)
     if not folder.is_dir():
         raise KinformerError(

@@ -132,10 +132,12 @@ def match(
         batch = _inputs(next(stream), hf_model)
         mask = batch.get("attention_mask")
         padding = None if mask is None else mask == 0
-        errors = [
-            _error(replacements[index].train(), x, y, padding)
-            for index, (x, y) in _seen(hf_model, replacements, batch).items()
-        ]
+        errors = []
+        for index, (x, y) in _seen(hf_model, replacements, batch).items():
+            output = replacements[index].train().layer(x, key_padding_mask=padding)
+            if padding is not None:
+                output, y = output[~padding], y[~padding]
+            errors.append((output - y).float().square().mean() / y.float().var())
         torch.stack(errors).sum().backward()
         history.append(torch.stack(errors).detach())
         optimiser.step()
@@ -254,14 +256,6 @@ def _seen(
         for handle in handles:
             handle.remove()
     return pairs
-
-
-def _error(mixer: PatchedAttention, x: Tensor, y: Tensor, padding: Tensor | None) -> Tensor:
-    """Return the mean squared error of the mixer's output for ``x`` relative to the variance of ``y``."""
-    output = mixer.layer(x, key_padding_mask=padding)
-    if padding is not None:
-        output, y = output[~padding], y[~padding]
-    return (output - y).float().square().mean() / y.float().var()
 
 
 def _inputs(batch: Batch, hf_model: PreTrainedModel) -> dict[str, Tensor]:

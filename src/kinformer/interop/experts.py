@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of, rms_layer
 from kinformer.interop.key_map import (
     GATED,
     TRANSPOSED,
@@ -280,13 +280,7 @@ def deepseek(full: Settings, position: ConfigView | None = None, **mixture: obje
         "position": position or rope(full) | {"layout": LAYOUTS[bool(full.get("rope_interleave", True))]},
         "score": {"kind": "scaled_dot", "scale": _scale(full)},
     }
-    layer = {
-        "kind": "decoder",
-        "mixer": mixer,
-        "feed_forward": {"kind": "swiglu", "bias": full.switch("mlp_bias")},
-        "norm": {"kind": "rms_norm"},
-        "residual": "pre",
-    }
+    layer = rms_layer(mixer, {"kind": "swiglu", "bias": full.switch("mlp_bias")})
     return _with_mixtures(decoder_of(full, DEEPSEEK, layer), full, mixture)
 
 

@@ -67,10 +67,7 @@ class FlatStep(nn.Module):
 
 
 def require_graphable(config: ModelConfig) -> None:
-    """Raise unless a model of ``config`` continues sequences of tokens, and takes the same steps for all data.
-
-    Errors: ``KinformerError``, which says what kind of model it is.
-    """
+    """Raise unless a model of ``config`` continues sequences of tokens, and takes the same steps for all data."""
     if config.protocol is not CausalModel or config.input.kind != "tokens":
         raise KinformerError(
             f"its model is {PROTOCOLS[config.protocol]} with the input {config.input.kind!r}, but a graph continues "
@@ -79,10 +76,7 @@ def require_graphable(config: ModelConfig) -> None:
 
 
 def captured(step: FlatStep) -> torch.export.ExportedProgram:
-    """Return the graph of ``step``, of any batch and time.
-
-    Errors: ``KinformerError`` for a model that cannot be a graph, with the reason.
-    """
+    """Return the graph of ``step``, of any batch and time."""
     _require_no_host(step.model)
     names = {BATCH, TIME} | {PAST for leaf in step.leaves if leaf.grows}
     open_axes = {name: torch.export.Dim(name, min=int(name != PAST)) for name in names}
@@ -293,10 +287,7 @@ def require_packages() -> None:
 
 def write_onnx(model: CausalModel, folder: Path, facts: Mapping[str, object]) -> tuple[dict[str, Any], float]:
     """Write ``model`` into ``folder`` with ``facts`` as metadata; return the facts of the file, and the largest
-    difference between the logits of onnxruntime and of the model, relative to the largest logit.
-
-    Errors: ``KinformerError`` for a model that cannot be a graph, and for a file that computes something else.
-    """
+    difference between the logits of onnxruntime and of the model, relative to the largest logit."""
     step = FlatStep(model, SUBSTITUTES)
     program = captured(step)
     leaves = [leaf.name for leaf in step.leaves]

@@ -281,10 +281,7 @@ class KeyMap:
     beside: tuple[str, ...] = HEADS
 
     def read(self, tensors: Mapping[str, Tensor], model: ConfigView, folder: Path, title: str) -> dict[str, Tensor]:
-        """Return the weights under our names; ``model`` is our config as data.
-
-        Errors: ``KinformerError`` for a tensor that a ``title`` does not have, and for a missing tensor.
-        """
+        """Return the weights under our names; ``model`` is our config as data."""
         weights: dict[str, Tensor] = {}
         parts: dict[tuple[str, int, Key, str], dict[int, Tensor]] = {}
         for name, tensor in tensors.items():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kinformer.interop.architecture import Decoder, decoder_of
+from kinformer.interop.architecture import Decoder, decoder_of, rms_layer
 from kinformer.interop.key_map import GATED, ONE_PLUS, QKV, SAME, ConfigData, ConfigView, Key, KeyMap, Layout, key
 from kinformer.interop.settings import COMMON, FULL, WINDOW, At, Settings, Table, rope, rope_parameters
 from kinformer.runtime.errors import plural
@@ -135,23 +135,13 @@ def _olmo3(full: Settings) -> ConfigData:
     return _olmo2(full, _alternating(full, 4), positions=positions)
 
 
-def _qwen2(full: Settings) -> ConfigData:
-    return like_llama(full, _kinds(full), biases=(True, False))
-
-
-def _qwen3(full: Settings) -> ConfigData:
-    return like_llama(full, _kinds(full), normed=True)
-
-
-def _kinds(full: Settings) -> list[str]:
-    """Return each layer's kind of attention in a Qwen model."""
+def _qwen(full: Settings, **options: Any) -> ConfigData:
+    windowed = full.switch("use_sliding_window") and full["sliding_window"] is not None
+    if windowed and full["layer_types"] is not None:
+        return like_llama(full, full.layer_types(FULL, WINDOW), **options)
     depth = full["num_hidden_layers"]
-    if not full.switch("use_sliding_window") or full["sliding_window"] is None:
-        return [FULL] * depth
-    if full["layer_types"] is not None:
-        return full.layer_types(FULL, WINDOW)
-    first = full.integer("max_window_layers", minimum=0)
-    return [WINDOW if layer >= first else FULL for layer in range(depth)]
+    first = full.count("max_window_layers") if windowed else depth
+    return like_llama(full, [WINDOW if layer >= first else FULL for layer in range(depth)], **options)
 
 
 def _gemma(full: Settings) -> ConfigData:
@@ -221,13 +211,7 @@ def like_llama(
     if normed:
         eps = full.number("rms_norm_eps")
         mixer["projection"] = {"kind": "normalised", "inner": mixer["projection"], "eps": eps}
-    layer = {
-        "kind": "decoder",
-        "mixer": mixer,
-        "feed_forward": {"kind": "swiglu", "bias": full.switch("mlp_bias")},
-        "norm": {"kind": "rms_norm"},
-        "residual": "pre",
-    }
+    layer = rms_layer(mixer, {"kind": "swiglu", "bias": full.switch("mlp_bias")})
     model = decoder_of(full, LLAMA, layer)
     kinds = kinds or [FULL] * len(model["layers"])
     positions = positions or dict.fromkeys((FULL, WINDOW), rope(full))
@@ -323,6 +307,8 @@ PHI3_REQUIRED = {"mlp_bias": False, "attention_bias": False, "head_dim": None}
 BEHIND = {"mixer": "attention", "feed_forward": "feedforward"}
 """Our sublayers to the names that norms behind them have."""
 PLUS_ONE: dict[str, Any] = {"keys": partial(keys, norm=ONE_PLUS), "required": {"use_bidirectional_attention": False}}
+QWEN2 = partial(_qwen, biases=(True, False)), lambda model: write_qwen(model, "attention_bias")
+QWEN3 = partial(_qwen, normed=True), write_qwen
 NO_MLP_BIAS = {"mlp_bias": False}
 WINDOWS = ("layer_types", "sliding_window")
 WRITE_LLAMA = partial(write_llama, left_out=WINDOWS)
@@ -331,10 +317,8 @@ ARCHITECTURES = {
     "llama": Decoder("LLaMA", "rope", "LlamaForCausalLM", LLAMA, like_llama, WRITE_LLAMA, keys),
     "mistral": Decoder("Mistral", "rope", "MistralForCausalLM", MISTRAL, mistral, write_mistral, keys),
     "phi3": Decoder("Phi-3", "rope", "Phi3ForCausalLM", PHI3, _phi3, _write_phi3, PHI3_KEYS, required=PHI3_REQUIRED),
-    "qwen2": Decoder(
-        "Qwen2", "rope", "Qwen2ForCausalLM", QWEN, _qwen2, lambda model: write_qwen(model, "attention_bias"), keys
-    ),
-    "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), _qwen3, write_qwen, keys),
+    "qwen2": Decoder("Qwen2", "rope", "Qwen2ForCausalLM", QWEN, *QWEN2, keys),
+    "qwen3": Decoder("Qwen3", "rope", "Qwen3ForCausalLM", QWEN.changed(head_dim=128), *QWEN3, keys),
     "smollm3": Decoder("SmolLM3", "rope", "", SMOLLM3, _smollm3, None, keys),
     "olmo2": Decoder("OLMo 2", "rope", "", OLMO, _olmo2, None, keys, required=NO_MLP_BIAS),
     "olmo3": Decoder("OLMo 3", "rope", "", OLMO3, _olmo3, None, keys, required=NO_MLP_BIAS),

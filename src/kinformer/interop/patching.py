@@ -99,22 +99,18 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]
             self.state = KeysValues(k[:, :, :-count], v[:, :, :-count], seen - count)  # type: ignore[call-arg]
             self._shorten(count)
         elif recorded is not None and count <= recorded.x.shape[1]:
-            self._return_to(recorded, count)
+            layer, rest = recorded.layer(), recorded.x.shape[1] - count
+            assert layer is not None
+            self.state = recorded.before
+            self._shorten(count)
+            if rest:  # absorb the other tokens of the last chunk again, after the state before it
+                padding = None if recorded.padding is None else recorded.padding[:, :rest]
+                self.state = layer(recorded.x[:, :rest], self.state, return_state=True, key_padding_mask=padding)[1]
         else:
             raise KinformerError(
                 f"crop: the state of a patched layer cannot be rewound by {count} tokens, as it does not hold them one "
                 "by one; copy the cache before them (copy.deepcopy), or begin with a new one."
             )
-
-    def _return_to(self, recorded: _Recorded, count: int) -> None:
-        """Take back ``count`` tokens of the last chunk: absorb the others of it again, after the state before it."""
-        layer, rest = recorded.layer(), recorded.x.shape[1] - count
-        assert layer is not None
-        self.state = recorded.before
-        self._shorten(count)
-        if rest:
-            padding = None if recorded.padding is None else recorded.padding[:, :rest]
-            self.state = layer(recorded.x[:, :rest], recorded.before, return_state=True, key_padding_mask=padding)[1]
 
     def _shorten(self, count: int) -> None:
         self.length -= count

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of
+from kinformer.interop.architecture import ConfigFile, Decoder, Tensors, Weights, decoder_of, rms_layer
 from kinformer.interop.experts import (
     DEEPSEEK_V3,
     MIXTRAL_EXPERTS,
@@ -710,31 +710,17 @@ def _path(full: Settings) -> ConfigData:
     }
 
 
-def _model(mixer: Callable[[Settings], ConfigData]) -> Callable[[Settings], ConfigData]:
-    """Return the function to the model config, as data, of decoders with this ``mixer``."""
-
-    def model(full: Settings) -> ConfigData:
-        full.choice("hidden_act", "swish")
-        layer = {
-            "kind": "decoder",
-            "feed_forward": {"kind": "swiglu", "hidden_dim": _hidden_dim(full), "bias": False},
-            "norm": {"kind": "rms_norm"},
-            "residual": "pre",
-        }
-        recurrent, exact = mixer(full), _exact(full)
-        model = decoder_of(full, FLA, layer)
-        return model | {
-            "layers": [one | {"mixer": exact.get(number, recurrent)} for number, one in enumerate(model["layers"])]
-        }
-
-    return model
-
-
-def _hidden_dim(full: Settings) -> int:
-    """Return the feed-forward's width: a share of the model's, up to a multiple of 256, where a file names none."""
+def _fla(mixer: Callable[[Settings], ConfigData], full: Settings) -> ConfigData:
+    """Return the model config, as data, of a decoder with this ``mixer``."""
+    full.choice("hidden_act", "swish")
+    # Without a width in the file it is a share of the model's, up to a multiple of 256.
     ratio = 4 if full["hidden_ratio"] is None else full.positive("hidden_ratio")
-    usual = -(-int(full.integer("hidden_size") * ratio * 2 / 3) // 256) * 256
-    return full.optional("intermediate_size") or usual
+    width = full.optional("intermediate_size") or -(-int(full.integer("hidden_size") * ratio * 2 / 3) // 256) * 256
+    recurrent, exact = mixer(full), _exact(full)
+    model = decoder_of(full, FLA, rms_layer(recurrent, {"kind": "swiglu", "hidden_dim": width, "bias": False}))
+    for number, softmax in exact.items():
+        model["layers"][number] = model["layers"][number] | {"mixer": softmax}
+    return model
 
 
 def _exact(full: Settings) -> dict[int, ConfigData]:
@@ -829,14 +815,8 @@ TTT_REQUIRED = {"ttt_layer_type": "linear", "pre_conv": False, "hidden_act": "si
 
 
 def _ttt(full: Settings) -> ConfigData:
-    layer = {
-        "kind": "decoder",
-        "mixer": {"kind": "ttt", "convolution": full.several("conv_kernel") if full.switch("share_qk") else 0},
-        "feed_forward": {"kind": "swiglu", "bias": False},
-        "norm": {"kind": "rms_norm"},
-        "residual": "pre",
-    }
-    return decoder_of(full, TTT, layer)
+    mixer = {"kind": "ttt", "convolution": full.several("conv_kernel") if full.switch("share_qk") else 0}
+    return decoder_of(full, TTT, rms_layer(mixer, {"kind": "swiglu", "bias": False}))
 
 
 @dataclass(frozen=True)
@@ -863,11 +843,6 @@ def _ttt_keys(layer: ConfigView) -> tuple[Key, ...]:
     )
 
 
-def _stacked_taps(tensors: list[Tensor]) -> Tensor:
-    """Return [width, 2, channels], which begins with the token itself."""
-    return torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1)
-
-
 TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]] = {
     "rates.weight": (("learnable_ttt_lr_weight",), lambda tensors: tensors[0].squeeze(1)),
     "rates.bias": (("learnable_ttt_lr_bias",), lambda tensors: tensors[0].squeeze(1)),
@@ -875,7 +850,10 @@ TTT_TENSORS: dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]]
     "first": (("W1", "b1"), lambda tensors: torch.cat(tensors, 1)),
     "inner_norm.weight": (("ttt_norm_weight",), itemgetter(0)),
     "inner_norm.bias": (("ttt_norm_bias",), itemgetter(0)),
-    "convolution.weight": (("conv_q.weight", "conv_k.weight"), _stacked_taps),
+    "convolution.weight": (  # [width, 2, channels], which begins with the token itself
+        ("conv_q.weight", "conv_k.weight"),
+        lambda tensors: torch.stack([taps.squeeze(1).mT.flip(0) for taps in tensors], 1),
+    ),
     "convolution.bias": (("conv_q.bias", "conv_k.bias"), torch.stack),
     "norm.weight": (("post_norm.weight",), itemgetter(0)),
     "norm.bias": (("post_norm.bias",), itemgetter(0)),
@@ -907,7 +885,7 @@ ARCHITECTURES = {
     "granitemoehybrid": Granite("Granite 4", "mamba2", "", GRANITE4, _granite4, None, GRANITE4_KEYS, **OF_GRANITE4),
     "lfm2": Decoder("LFM2", "rope", "Lfm2ForCausalLM", LFM2, _lfm2, _write_lfm2, LFM2_KEYS, **OF_LFM2),
     **{
-        kind: Decoder(title, member, "", table, _model(mixer), keys=FLA_KEYS, required={**UNUSED, **required})
+        kind: Decoder(title, member, "", table, partial(_fla, mixer), keys=FLA_KEYS, required={**UNUSED, **required})
         for kind, title, member, table, required, mixer in (
             ("gated_deltanet", "Gated DeltaNet", "gated-deltanet", GATED_DELTANET, SHORT, _gated_deltanet),
             ("comba", "Comba", "comba", COMBA, SHORT | FEEDBACK, _comba),

@@ -61,10 +61,7 @@ class Prompting:
 
 
 def prompting_of(folder: Path) -> Prompting:
-    """Return how the tokenizer in ``folder/tokenizer.json`` makes prompts, as transformers reads it.
-
-    Errors: ``KinformerError`` for damaged files.
-    """
+    """Return how the tokenizer in ``folder/tokenizer.json`` makes prompts, as transformers reads it."""
     data, settings = read_json(folder / TOKENIZER), optional_table(folder / TOKENIZER_CONFIG)
     named = optional_table(folder / SPECIAL_TOKENS_MAP) | settings
     texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items()}

@@ -250,11 +250,8 @@ class Form:
 
 
 def form_of(config: ModelConfig, length: int | None = None, padding: Padding | None = None) -> Form:
-    """Return the form of an exported model of ``config``; ``length``: the longest text of training;
-    ``padding``: the padding token.
-
-    Errors: ``KinformerError`` for a model without a class of transformers.
-    """
+    """Return the form of an exported model of ``config``; ``length``: the longest text of training; ``padding``: the
+    padding token."""
     native = native_form(config, length, padding)
     if isinstance(native, Native):
         return Form(native, "", *native.classes)
@@ -279,10 +276,7 @@ def require_new(folder: Path) -> None:
 
 @contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes ``folder`` at the end; after an error nothing is left of it.
-
-    Errors: ``KinformerError`` for a folder that cannot be written.
-    """
+    """Yield an empty folder that becomes ``folder`` at the end; after an error nothing is left of it."""
     place = partial_of(folder)
     try:
         shutil.rmtree(place, ignore_errors=True)
@@ -361,8 +355,7 @@ def settings_of(form: Form, config: ModelConfig, member: str, dtype: str) -> Jso
 
 
 def _as_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Return ``tensors``, where float32 becomes ``dtype``. Errors: ``KinformerError`` for weights that it cannot
-    hold."""
+    """Return ``tensors``, where float32 becomes ``dtype``."""
     kind = getattr(torch, dtype)
     changed = {name: one.to(kind) if one.dtype == torch.float32 else one for name, one in tensors.items()}
     for name, one in changed.items():

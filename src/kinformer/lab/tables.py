@@ -91,8 +91,6 @@ def writing_table(path: str | Path) -> Iterator[WriteRow]:
     Each row is written at once, so earlier rows stay in the file where a later row fails. In CSV and TSV, a list of
     mappings becomes columns of their keys, numbered from the second mapping (``class``, ``probability``, ``class_2``,
     ...), and any other list becomes JSON.
-
-    Errors: ``KinformerError`` for another ending, and where the file cannot be written.
     """
     path = Path(path).expanduser()
     check_table("out", path)
@@ -159,10 +157,7 @@ def check_ratio(path: Path | str, unpacked: int, packed: int) -> None:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """Return the bytes of the file ``path``, unpacked where it is gzip.
-
-    Errors: ``KinformerError`` for a file that cannot be read, is damaged, or unpacks to far more than its size.
-    """
+    """Return the bytes of the file ``path``, unpacked where it is gzip."""
     require_file(path)
     with reading(path, "cannot be read", "check its permissions"), path.open("rb") as file:
         packed = file.read(2) == GZIP
@@ -183,24 +178,17 @@ def _unpacked(path: Path, file: BinaryIO) -> bytes:
 
 
 def read_arrays(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, ndarray], Collection[str]]:
-    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays.
-
-    Errors: ``KinformerError`` for another kind of file, a damaged archive, wrong sizes, and an array of objects.
-    """
+    """Return the arrays of the .npz file ``path`` whose names are ``wanted``, and the names of all arrays."""
     require_file(path)
-    with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), _opened(path) as archive:
+    with reading(path, "is truncated or no NumPy archive", "make it with numpy.savez"), path.open("rb") as file:
+        if file.read(len(_ONE_ARRAY)) == _ONE_ARRAY:
+            raise KinformerError(f"{path}: is a single array, but must be an .npz of several; use numpy.savez.")
+        archive = zipfile.ZipFile(file)
         entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
         chosen = {name: entry for name, entry in entries.items() if wanted(name)}
         packed = min(path.stat().st_size, sum(entry.compress_size for entry in chosen.values()))
         check_ratio(path, sum(entry.file_size for entry in chosen.values()), packed)
         return {name: _array(path, archive, entry) for name, entry in chosen.items()}, list(entries)
-
-
-def _opened(path: Path) -> zipfile.ZipFile:
-    with path.open("rb") as file:
-        if file.read(len(_ONE_ARRAY)) == _ONE_ARRAY:
-            raise KinformerError(f"{path}: is a single array, but must be an .npz of several; use numpy.savez.")
-    return zipfile.ZipFile(path)
 
 
 def _array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> ndarray:

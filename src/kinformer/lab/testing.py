@@ -13,23 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kinformer.lab.tasks.evaluation import EvaluationSettings
-from kinformer.lab.tasks.task import Task
+from kinformer.lab.runs.run import Run
+from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, EvaluationSettings, TrainedRun
+from kinformer.lab.tasks.task import Load, Task, TrainingPlan
+from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, plural
 from kinformer.testing.subject import Check, Report, examine, named_checks, require, verdict
-
-if TYPE_CHECKING:
-    from kinformer.lab.runs.run import Run
-    from kinformer.lab.tasks.evaluation import Evaluation, EvaluationReport, TrainedRun
-    from kinformer.lab.tasks.task import Load, TrainingPlan
-    from kinformer.lab.training.data_module import DataModule
-
 
 KINDS = ("Options", "EvaluationOptions", "GenerationOptions", "PredictionOptions")
 GENERAL = ("training", "evaluation")

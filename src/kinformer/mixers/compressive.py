@@ -151,12 +151,6 @@ def attention_loss(projection: nn.Module, tokens: Tensor, old: Tensor, compresse
     return error.square().mean(dim=(1, 2, 3))
 
 
-def no_loss(*parts: nn.Module | None) -> Tensor | float:
-    """Return 0, with a graph to the ``parts`` where no segment ended: engines expect a gradient of every parameter."""
-    weights = (weight for part in parts if part is not None for weight in part.parameters())
-    return sum((0.0 * weight.sum() for weight in weights), 0.0)
-
-
 def _read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return attention of every query to every key."""
     return attention(q, k, v, Visibility(), Scoring(scale), impl="chunked").out
@@ -393,7 +387,10 @@ class Compressive(RecomputesKV, HostDriven, CausalMixer):
                 state = self._turned(state, seen, norm)
             state = self._trimmed(state, seen)
         if self.training and torch.is_grad_enabled() and self.config.compressed:
-            state = state._replace(aux=state.aux + no_loss(self.compression, self.expansion))
+            # Engines expect a gradient of every parameter, also where no segment ended.
+            parts = [part for part in (self.compression, self.expansion) if part is not None]
+            nothing = sum(0.0 * weight.sum() for part in parts for weight in part.parameters())
+            state = state._replace(aux=state.aux + nothing)
         return torch.cat(outputs, dim=1) if outputs else x, state
 
     def _piece(

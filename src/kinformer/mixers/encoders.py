@@ -148,7 +148,13 @@ class EtcAttention(EncoderMixer):
         q, relations = pieces.q_global, self.global_relations
         (batch, heads, count, _), time = q.shape, pieces.q_long.shape[2]
         scores = relations.scores(q)
-        ids = self._global_ids(count, q.device).expand(batch, heads, -1, -1)
+        index = torch.arange(count, device=q.device)
+        distance = index[:, None] - index
+        if self.config.global_order:
+            ids = relations.of_distance(distance)
+        else:
+            ids = torch.where(distance == 0, 0, relations.unordered)
+        ids = ids.expand(batch, heads, -1, -1)
         turned = None if in_sentence is None else in_sentence.mT
         g2l = relations.by_sentence(scores, turned).expand(-1, -1, -1, time)
         visibility = Visibility(key_padding_mask=None if context.valid is None else ~context.valid)
@@ -159,14 +165,6 @@ class EtcAttention(EncoderMixer):
             )
         k, v = (torch.cat(item, 2) for item in zip(pieces.g2g, pieces.g2l, strict=True))
         return self._attend(q, k, v, visibility, bias=torch.cat([scores.gather(-1, ids), g2l], -1)).out
-
-    def _global_ids(self, count: int, device: torch.device) -> Tensor:
-        """Return the relation ids among the global input's tokens, [count, count]."""
-        index = torch.arange(count, device=device)
-        distance = index[:, None] - index
-        if self.config.global_order:
-            return self.global_relations.of_distance(distance)
-        return torch.where(distance == 0, 0, self.global_relations.unordered)
 
     def _attend(
         self,

@@ -147,9 +147,13 @@ class LatentAttention(TokenMemory):
         dropout = AttentionDropout.drawn(self.config.dropout, self.training)
         scoring = Scoring.of(self.score, self.position.relative(0, slots.shape[2] - 1), dropout)
         q = self._queries(self._query_latents(h), positions).to(slots.dtype)
-        call = q, slots, Visibility(self.pattern, positions, whole), scoring
-        heads = merge_heads(self._absorbed(*call) if self._absorbs(h.shape[1]) else self._expanded(*call))
-        heads = probe("outputs", heads)
+        visibility = Visibility(self.pattern, positions, whole)
+        if self._absorbs(h.shape[1]):
+            heads = self._absorbed(q, slots, visibility, scoring)
+        else:
+            k, v = self._keys_values(slots)
+            heads = attention(q, k, probe("values", v), visibility, scoring, impl=self.impl).out
+        heads = probe("outputs", merge_heads(heads))
         y: Tensor = self.out(heads if self.gate is None else self.gate(heads, h))
         return y
 
@@ -194,10 +198,6 @@ class LatentAttention(TokenMemory):
         keys, values = made.split([self.head_dim, self.value_dim], -1)
         shared = shared[:, None].expand(-1, self.config.num_heads, -1, -1)
         return torch.cat([keys, shared.to(keys.dtype)], -1), values
-
-    def _expanded(self, q: Tensor, slots: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
-        k, v = self._keys_values(slots)
-        return attention(q, k, probe("values", v), visibility, scoring, impl=self.impl).out
 
     def _absorbed(self, q: Tensor, slots: Tensor, visibility: Visibility, scoring: Scoring) -> Tensor:
         keys, values = self._matrices()

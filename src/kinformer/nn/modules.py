@@ -566,8 +566,7 @@ def _directed(config: Any, causal: bool) -> Any:
 
 
 def _in_kind(config: Any, kind: type[Config], **settings: object) -> Any:
-    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for these ``settings``.
-    Errors: ``KinformerError`` for a setting that has no bidirectional form."""
+    """Return the settings of ``config`` as a config of the bidirectional ``kind``, except for these ``settings``."""
     fields = field_types(kind)
     default = {field.name: field.default for field in dataclasses.fields(config)}
     for name in field_types(type(config)):
@@ -689,8 +688,7 @@ _OTHER_KINDS = {"num_kv_heads": ("projection", "grouped"), "window": ("pattern",
 
 
 def _paths(config: Any, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return ``settings`` by their paths in ``config``: fields of the config, of its mixer, or of any part inside.
-    Errors: ``KinformerError`` for an unknown name, and for a name that several inner parts have."""
+    """Return ``settings`` by their paths in ``config``: fields of the config, of its mixer, or of any part inside."""
     return dict(_place(config, _OTHER_NAMES.get(name, name), value) for name, value in settings.items())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
@@ -50,17 +50,13 @@ class _PrivateNumbers(TorchFunctionMode):
     ) -> object:
         options = dict(kwargs or {})
         if func in _DRAWS and options.get("generator") is None:
-            device = _device_of(args, options)
+            tensors = (value for value in (*args, *options.values()) if isinstance(value, Tensor))
+            device = next((tensor.device for tensor in tensors), torch.get_default_device())
+            if options.get("device") is not None:
+                device = torch.device(options["device"])
             if device.type != "meta":  # where nothing is drawn
                 options["generator"] = self.generator(device)
         return func(*args, **options)
-
-
-def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:
-    if options.get("device") is not None:
-        return torch.device(options["device"])
-    tensors = (value for value in (*args, *options.values()) if isinstance(value, Tensor))
-    return next((tensor.device for tensor in tensors), torch.get_default_device())
 
 
 @contextmanager

@@ -84,8 +84,6 @@ def import_file(path: str) -> None:
     """Run the Python file that the user names, once in a process; it registers its objects.
 
     Worker processes import the file by its name when they unpickle one of its objects.
-
-    Errors: ``KinformerError`` for a file that does not exist, whose name is taken by a module, or that raises.
     """
     file = Path(path).expanduser().resolve()
     if not file.is_file() or file.suffix != ".py" or not file.stem.isidentifier():
@@ -168,9 +166,8 @@ class Registry(Mapping[str, T]):
     points of ``group``.
 
     The name of an entry point is ``prefix`` followed by the name in this table. ``noun`` is the word for an object in
-    messages. ``fits(name, installed)`` tells whether an object is valid, and ``expected(name)`` describes one.
-
-    Errors: :class:`KinformerError` for a name with two owners and an invalid object, when the name is looked up.
+    messages. ``fits(name, installed)`` tells, when the name is looked up, whether an object is valid, and
+    ``expected(name)`` describes one.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from kinformer.family.table import FAMILY
-from kinformer.lab.cli.output import print_blocks, print_json
+from kinformer.lab.cli.output import print_json, print_table
 from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.tasks.table import OptionKind, tasks
 from kinformer.lab.training.settings import Settings
@@ -57,8 +57,9 @@ class Printing(Checked):
         """Print ``facts`` with ``--json``, else the lines and tables of ``text``; return the exit status 0."""
         if self.json:
             print_json(facts)
-        else:
-            print_blocks(text)
+            return 0
+        for block in text:
+            print_table(*block) if isinstance(block, TextTable) else print(block)
         return 0
 
 
@@ -460,23 +461,20 @@ def read(path: str, valid_names: Mapping[str, object]) -> tuple[dict[str, object
         if flag not in valid_names or flag == "config":
             raise KinformerError(f"{path}: {name!r} is not an option; {nearest(flag, set(valid_names) - {'config'})}")
         place, hint = f"{path}: {name}", bare(valid_names[flag])
+        items = value if isinstance(value, list) else [value]
         if is_positional(valid_names[flag]):
-            values = [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
+            values = [_text(place, item) for item in items]
             positional[flag.replace("-", "_")] = tuple(values) if hint == tuple[str, ...] else " ".join(values)
         elif hint is bool:
             if not isinstance(value, bool):
                 raise KinformerError(f"{place} is {value!r} but must be true or false.")
             arguments += [f"--{flag}"] * value
+        elif isinstance(value, dict):
+            texts = (item if isinstance(item, str) else json.dumps(item) for item in value.values())
+            arguments += [f"--{flag}={key}={text}" for key, text in zip(value, texts, strict=True)]
         else:
-            arguments += [f"--{flag}={text}" for text in _texts(place, value)]
+            arguments += [f"--{flag}={_text(place, item)}" for item in items]
     return positional, arguments
-
-
-def _texts(place: str, value: object) -> list[str]:
-    """Return an option's value as texts of the command line; a list or a table gives one text for each item."""
-    if isinstance(value, dict):
-        return [f"{path}={item if isinstance(item, str) else json.dumps(item)}" for path, item in value.items()]
-    return [_text(place, item) for item in value] if isinstance(value, list) else [_text(place, value)]
 
 
 def _text(place: str, value: object) -> str:

@@ -225,7 +225,8 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     if name not in COMMANDS:
         kind = "an option of kinformer itself" if name.startswith("-") else "a command"
         raise KinformerError(f"{name!r} is not {kind}; {nearest(name, COMMANDS)} See kinformer --help.")
-    from kinformer.lab.cli.form import parse
+    from kinformer.lab.cli.form import named_tasks, parse
+    from kinformer.lab.tasks.table import ALL
 
     if name == "launch" and "--" not in rest:  # the options that follow are the training's
         at = next((place for place, word in enumerate(rest) if word in ("train", "kinformer")), len(rest))
@@ -234,7 +235,10 @@ def _dispatch(arguments: list[str], is_command: bool) -> int:
     options: Any = parse(command.options(), command.tasks, rest, prog=f"kinformer {name}", description=command.summary)
     if options is None:
         if command.tasks is not None:
-            print(_tasks_of_help(name, rest))
+            of_run = name in ("evaluate", "generate", "predict")
+            how = f"kinformer {name} DIR --help" if of_run else f"kinformer {name} MEMBER --help or --task TASK --help"
+            shown = "".join(f": shown for {task}" for task in named_tasks(rest)) or f": see {how}"
+            print(f"options of a task{shown}\ntasks: {', '.join(ALL)}\n")
         print(f"example:\n  {command.example}")
         return 0
     try:
@@ -278,17 +282,6 @@ def _help(words: list[str], is_command: bool) -> int:
         names = nearest(words[0], [*COMMANDS, *FAMILY, *ALL])
         raise KinformerError(f"help: {words[0]!r} is not a command, member or task; {names} See: kinformer list.")
     return _dispatch(["show", *words], is_command)
-
-
-def _tasks_of_help(name: str, arguments: Sequence[str]) -> str:
-    """Return lines that name the tasks whose options the help shows, and the way to the options of other tasks."""
-    from kinformer.lab.cli.form import named_tasks
-    from kinformer.lab.tasks.table import ALL
-
-    subject = "DIR" if name in ("evaluate", "generate", "predict") else "MEMBER"
-    how = f"kinformer {name} {subject} --help" + ("" if subject == "DIR" else " or --task TASK --help")
-    shown = "".join(f": shown for {task}" for task in named_tasks(arguments)) or f": see {how}"
-    return f"options of a task{shown}\ntasks: {', '.join(ALL)}\n"
 
 
 def overview() -> str:

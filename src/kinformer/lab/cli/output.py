@@ -10,14 +10,13 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from importlib.metadata import version
 from pathlib import Path
 
 from kinformer import __version__
-from kinformer.lab.tasks.evaluation import TextTable
 from kinformer.lab.training.logging import size
 from kinformer.runtime.errors import plural
 from kinformer.runtime.parsing import dump_json
@@ -51,15 +50,6 @@ def printable(text: str) -> str:
 def shown(text: str) -> str:
     """Return the text of a model: for a terminal :func:`printable`, without the CR of lines, for a pipe unchanged."""
     return printable(text.replace("\r", "")) if sys.stdout.isatty() else text
-
-
-def print_blocks(blocks: Iterable[str | TextTable]) -> None:
-    """Print lines and tables, one after the other."""
-    for block in blocks:
-        if isinstance(block, TextTable):
-            print_table(*block)
-        else:
-            print(block)
 
 
 @contextmanager

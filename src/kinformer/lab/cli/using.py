@@ -196,14 +196,17 @@ class Chat(GenerateOptions, UsingRun):
                 if template is None:
                     pieces = conversation.turn((before + line + after).replace("\\n", "\n"))
                 else:
-                    messages.append({"role": "user", "content": line})
-                    messages.append({"role": "assistant", "content": ""})
-                    pieces = _noted(conversation.answer(template.prompt(messages[:-1])), messages[-1])
-                if self.json:
-                    print(dump_json({"line": line, "text": "".join(pieces)}), end="")
-                else:
-                    for piece in pieces:
+                    messages += [{"role": "user", "content": line}, {"role": "assistant", "content": ""}]
+                    pieces = conversation.answer(template.prompt(messages[:-1]))
+                text = ""
+                for piece in pieces:
+                    text += piece
+                    if messages:
+                        messages[-1]["content"] = text
+                    if not self.json:
                         print(shown(piece), end="", flush=True)
+                if self.json:
+                    print(dump_json({"line": line, "text": text}), end="")
             except KeyboardInterrupt:  # Ctrl-C ends this turn, not the chat
                 pass
             except KinformerError as error:
@@ -212,13 +215,6 @@ class Chat(GenerateOptions, UsingRun):
                 del messages[-2:]
                 print(f"kinformer: {error} {AGAIN} begins a new text.", file=sys.stderr)
             print(flush=True)
-
-
-def _noted(pieces: Iterator[str], message: dict[str, str]) -> Iterator[str]:
-    """Yield ``pieces``, and add them to the content of ``message``."""
-    for piece in pieces:
-        message["content"] += piece
-        yield piece
 
 
 @dataclass(frozen=True, kw_only=True)

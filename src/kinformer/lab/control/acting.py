@@ -355,7 +355,9 @@ def play(
             frames.append(environment.render())
         wanted = "" if target_returns is None else f"  to get {target_returns - sum(rewards):9.3f}"
         actions = policy.act(observations, np.array([(target_returns or 0.0) - sum(rewards)]))
-        line = f"{len(rewards):4d}{wanted}  state {_brief(observations[0])}  action {_action(actions, environment)}"
+        discrete = isinstance(environment.actions, Discrete)
+        action = str(int(actions[0])) if discrete else " ".join(f"{value:.3f}" for value in actions[0])
+        line = f"{len(rewards):4d}{wanted}  state {_brief(observations[0])}  action {action}"
         observations, reward, terminated, truncated = environment.step(actions)
         rewards.append(float(reward[0]))
         over = bool(terminated[0] or truncated[0])
@@ -363,7 +365,10 @@ def play(
             write(f"{line}  reward {rewards[-1]:g}" if len(rewards) == 1 else f"\n{line}  reward {rewards[-1]:g}")
     seconds = time.perf_counter() - started_at
     if render is not None:
-        write_gif(Path(render), [*frames, environment.render()])
+        Image = import_extra("PIL.Image", f"`render` {render}:", "Pillow", "'kinformer[rl]'")
+        picture, *others = [Image.fromarray(frame) for frame in (*frames, environment.render())]
+        looks = {"save_all": True, "append_images": others, "duration": FRAME_MILLISECONDS, "loop": 0}
+        write_atomic(Path(render), lambda target: picture.save(target, "GIF", **looks))
     steps = len(rewards)
     return {"return": sum(rewards), "steps": steps, "rewards": rewards, "steps_per_second": steps / seconds}
 
@@ -373,17 +378,3 @@ def _brief(observation: np.ndarray) -> str:
         return f"{int(observation.argmax())} of {len(observation)}"
     shown = " ".join(f"{value:6.2f}" for value in observation[:SHOWN])
     return f"{shown} ..." if len(observation) > SHOWN else shown
-
-
-def _action(actions: np.ndarray, environment: Environments) -> str:
-    if isinstance(environment.actions, Discrete):
-        return str(int(actions[0]))
-    return " ".join(f"{value:.3f}" for value in actions[0])
-
-
-def write_gif(path: Path, frames: list[np.ndarray]) -> None:
-    """Write pictures [height, width, 3] uint8 as an animation."""
-    Image = import_extra("PIL.Image", f"`render` {path}:", "Pillow", "'kinformer[rl]'")
-    first, *rest = [Image.fromarray(frame) for frame in frames]
-    options = {"save_all": True, "append_images": rest, "duration": FRAME_MILLISECONDS, "loop": 0}
-    write_atomic(path, lambda target: first.save(target, "GIF", **options))

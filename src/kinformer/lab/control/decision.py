@@ -88,7 +88,13 @@ class TrajectoryRows(DataModule):
         self.trajectories, self.settings, self.action_dim = data.trajectories, settings, data.actions.dim
         self.steps = min(settings.length // PER_STEP, int(self.trajectories.lengths.max()))
         self.train = self.trajectories.splits["train"]
-        self.ends = _weights(self.trajectories, self.train, data.options.return_weight).cumsum()
+        # An episode is drawn by its length times e to ``return_weight`` times the place of its return between the worst
+        # (0) and the best (1).
+        returns = self.trajectories.returns[self.train]
+        weights, span = self.trajectories.lengths[self.train].astype(np.float64), returns.max() - returns.min()
+        if span:
+            weights *= np.exp(data.options.return_weight * (returns - returns.min()) / span)
+        self.ends = weights.cumsum()
         if self.trajectories.discrete:
             self.sums, self.metrics = ("nats", "correct"), (BITS_PER_ACTION, ACCURACY)
         elif getattr(config.head, "gaussian", False):
@@ -142,14 +148,6 @@ class TrajectoryRows(DataModule):
         )
         shares = (train.bincount(minlength=self.action_dim) + 1) / (len(train) + self.action_dim)
         return {"most_frequent_action": float(-shares.log2()[held_out].mean())}
-
-
-def _weights(trajectories: Trajectories, episodes: np.ndarray, power: float) -> np.ndarray:
-    """Return the weight with which each of ``episodes`` is drawn: its length times e to the ``power`` times the place
-    of its return between the worst (0) and the best (1)."""
-    returns, lengths = trajectories.returns[episodes], trajectories.lengths[episodes].astype(np.float64)
-    span = returns.max() - returns.min()
-    return lengths * np.exp(power * (returns - returns.min()) / span) if span else lengths
 
 
 class ActionLoss:

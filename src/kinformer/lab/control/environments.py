@@ -73,8 +73,6 @@ class Environments:
     render: whether :meth:`render` will be called.
     autoreset: a row that ended begins another episode at the next step; otherwise the caller resets the row first.
     processes: 0 steps all copies in this process. N gives each copy a process, and N of these compute at a time.
-
-    Errors: ``KinformerError`` where gymnasium or the environment is missing, and for spaces that models cannot read.
     """
 
     def __init__(

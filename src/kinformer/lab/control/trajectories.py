@@ -41,8 +41,7 @@ without the last episode (as in the library imitation). ``terminations`` and ``t
 
 
 def read_npz(path: Path) -> Arrays:
-    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it. Errors:
-    ``KinformerError`` for a file that is not an archive, lacks an array, or holds an array as a pickle."""
+    """Return ``observations``, ``actions``, ``rewards`` and ``starts`` of one file, and ignore all else in it."""
     meanings = {name: meaning for meaning, names in NAMES.items() for name in names}
     arrays, names = read_arrays(path, lambda name: name in meanings)
     result: Arrays = {}
@@ -241,8 +240,7 @@ class Trajectories:
 
 def trajectories(arrays: Mapping[str, np.ndarray], name: str, place: str, holdout: float | None = None) -> Trajectories:
     """Check ``observations``, ``actions``, ``rewards`` and rising ``starts`` and return them as trajectories; ``place``
-    names them in messages. Errors: ``KinformerError`` for unequal lengths, NaN or infinite numbers, invalid actions,
-    too few episodes."""
+    names them in messages."""
     observations, actions, rewards, starts = (arrays[key] for key in ("observations", "actions", "rewards", "starts"))
     if not len(observations) == len(actions) == len(rewards) == starts[-1]:
         raise KinformerError(
@@ -386,8 +384,7 @@ class TrajectoryData:
 
 
 def open_data(spec: str, holdout: float | None, options: TrajectoryOptions, by_user: bool = False) -> TrajectoryData:
-    """Return the trajectories that ``spec`` names. ``by_user``: the user gives the environment's name in this call.
-    Errors: ``KinformerError`` for trajectories of another environment than ``options`` name."""
+    """Return the trajectories that ``spec`` names. ``by_user``: the user gives the environment's name in this call."""
     made = spec in MADE
     result = _walks_of(spec, options.trajectories, options.walk_seed, holdout) if made else None
     result = result or open_trajectories(spec, holdout)

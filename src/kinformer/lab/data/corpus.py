@@ -181,8 +181,7 @@ def open_corpus(
 
     About 90 % trains, 5 % validates, 5 % tests; ``holdout=0.1`` instead holds out the last tenth, as validation and
     test at once. See :func:`kinformer.lab.data.corpus.partition`. ``cache`` is the folder for token ids, written once
-    per corpus and tokenizer; ``~/.cache/kinformer`` if not given. Raises :class:`KinformerError` for a missing,
-    unreadable or empty path, and for a path without data.
+    per corpus and tokenizer; ``~/.cache/kinformer`` if not given.
     """
     if weights := mixture_of(spec):
         return _mixed(weights, cache, tokenizer, holdout)
@@ -283,20 +282,14 @@ def _by_file(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[
     waiting = sorted(files, key=lambda file: sha256(file.name.encode("utf-8", "surrogateescape")).digest())
     held_out = []
     for share in shares[1:]:
-        taken = _fill(waiting, share * total)
-        waiting = [file for file in waiting if file not in taken]
-        held_out.append(taken)
+        taken, filled = set[SourceFile](), 0
+        for file in waiting:
+            if filled < _FULL * share * total and filled + file.size <= share * total:
+                taken.add(file)
+                filled += file.size
+        held_out.append(taken or set(sorted(waiting, key=lambda file: file.size)[:1]))
+        waiting = [file for file in waiting if file not in held_out[-1]]
     return [[Extent(file.path, 0, file.size) for file in sorted(part)] for part in [waiting, *held_out]]
-
-
-def _fill(files: Sequence[SourceFile], target: float) -> set[SourceFile]:
-    taken: set[SourceFile] = set()
-    filled = 0
-    for file in files:
-        if filled < _FULL * target and filled + file.size <= target:
-            taken.add(file)
-            filled += file.size
-    return taken or set(sorted(files, key=lambda file: file.size)[:1])
 
 
 def _by_position(files: Sequence[SourceFile], shares: Sequence[float]) -> list[list[Extent]]:

@@ -85,8 +85,7 @@ def hold_out(
 ) -> dict[str, np.ndarray]:
     """Return the indices of the splits that are not ``present``, in the training data, and of the rest of these data.
     Each missing split takes the next ``share`` of the training data in the order of their ``digests``, the same shuffle
-    on every machine. With ``holdout``, this share is both validation and test. Errors: ``KinformerError`` where nothing
-    is left of the data at ``place``, which are called ``what``."""
+    on every machine. With ``holdout``, this share is both validation and test."""
     train, rows = np.argsort(np.asarray(digests), kind="stable"), dict[str, np.ndarray]()
     count = math.ceil((share if holdout is None else holdout) * len(train))
     for name in ("test", "validation"):
@@ -209,7 +208,7 @@ _LIKE = "images and labels, x_train and y_train, or train_images and train_label
 def read_npz(path: Path) -> ImageSet:
     """Return the images in the archive ``path``: uint8 [count, height, width] or [count, height, width, channels].
     Arrays are ``images`` (or ``x``) and, if there are any, ``labels`` (or ``y``), or these with a split before or
-    behind (``x_test``, ``val_images``). Raises :class:`KinformerError` for other archives."""
+    behind (``x_test``, ``val_images``)."""
     named, names = read_arrays(path, lambda name: _role(name) is not None)
     roles = [(_role(name), array) for name, array in named.items()]
     images, labels = (
@@ -251,8 +250,8 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def require_rows(path: Path) -> None:
-    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``KinformerError``
-    for such a file; ``ValueError`` or ``zlib.error`` where the file breaks the PNG format after its head."""
+    """Refuse a PNG whose data unpack to fewer bytes than its size needs; other files pass. Errors: ``ValueError`` or
+    ``zlib.error`` where the file breaks the PNG format after its head."""
     chunks = list(_chunks(path))
     expected = next((_bytes(*struct.unpack(">IIBBBBB", chunk[:13])) for name, chunk in chunks if name == b"IHDR"), 0)
     rows = b"".join(chunk for name, chunk in chunks if name == b"IDAT")
@@ -309,8 +308,7 @@ def require_pillow(place: Path | str) -> Any:
 
 def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> ImageSet:
     """Return the pictures among ``files``, which are all of ``folder``; with ``size`` each is scaled until its shorter
-    side has this many pixels, and the middle square is taken. Raises :class:`KinformerError` for a picture that cannot
-    be read, and for unlike sizes where ``size`` is None."""
+    side has this many pixels, and the middle square is taken."""
     pictures = [file for file in files if Path(file.name).suffix.lower() in SUFFIXES]
     others = [file.name for file in files if Path(file.name).suffix.lower() not in SUFFIXES]
     heads = [read_head(Path(file.path)) for file in pictures]
@@ -328,8 +326,9 @@ def read_folder(folder: Path, files: Sequence[SourceFile], size: int | None) -> 
     shape = (height, width, 3 if colour else 1)
     by_split: dict[str, list[tuple[SourceFile, str | None]]] = {}
     for file in pictures:
-        split, label = _place(file.name)
-        by_split.setdefault(split, []).append((file, label))
+        *folders, _ = file.name.split("/")
+        split = SPLITS[folders.pop(0)] if folders and folders[0] in SPLITS else ""
+        by_split.setdefault(split, []).append((file, folders[0] if folders else None))
     check_splits(folder, by_split, by_split[""][0][0].name if "" in by_split else "")
     loose = [file.name for some in by_split.values() for file, label in some if label is None]
     if loose and len(loose) < len(pictures):
@@ -413,13 +412,6 @@ def _decoding(path: Path) -> Iterator[None]:
             if (what := content_of(path)) in (None, *_PICTURES):
                 raise
             raise KinformerError(f"{path}: is {what}, not a picture; give a PNG or JPEG.") from None
-
-
-def _place(name: str) -> tuple[str, str | None]:
-    """Return the split ("" if none is named) and the class (None if there is none) of a file of this name."""
-    *folders, _ = name.split("/")
-    split = SPLITS[folders.pop(0)] if folders and folders[0] in SPLITS else ""
-    return split, folders[0] if folders else None
 
 
 def _notes(heads: Sequence[Head], others: Sequence[str]) -> list[str]:
@@ -591,8 +583,7 @@ def read_images(
 
     Missing splits are held out of the training images by a hash, 5 % each (10 % of fewer than 10,000); ``holdout=0.1``
     holds out a tenth once instead, which is then validation and test. ``size`` scales pictures, of whatever sizes, and
-    takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given. Raises
-    :class:`KinformerError` for a missing path, and for damaged images or images of different sizes.
+    takes the middle square. ``cache`` is the folder for the bytes; ``~/.cache/kinformer`` if not given.
     """
     require_share("holdout", holdout)
     require("size", size, 1)
@@ -607,7 +598,12 @@ def read_images(
         def fill(folder: Path) -> dict[str, object]:
             images = _find(path, files, size)
             classes = ordered({label for part in images.parts.values() for label in part.labels or ()})
-            for split, (part, order) in _held_out(images.parts, holdout, path).items():
+            train = images.parts["train"]
+            digests = [blake2b(key, digest_size=16).digest() for key in train.keys]
+            share = HELD_OUT_OF_FEW if train.size < FEW else HELD_OUT
+            rows = hold_out(images.parts, digests, holdout, path, "images", share)
+            whole = {name: (part, np.arange(part.size)) for name, part in images.parts.items()}
+            for split, (part, order) in (whole | {name: (train, some) for name, some in rows.items()}).items():
                 _write(folder, split, part, order, images.shape, classes)
             return {"classes": classes, "notes": images.notes}
 
@@ -648,12 +644,3 @@ def _write(
     if part.labels is not None:
         numbers = {label: number for number, label in enumerate(classes)}
         np.save(folder / f"{split}.labels.npy", np.array([numbers[part.labels[index]] for index in order], np.int64))
-
-
-def _held_out(parts: Mapping[str, Part], holdout: float | None, place: Path) -> dict[str, tuple[Part, np.ndarray]]:
-    """Return for each split the part that holds its images, and their indices in it."""
-    train = parts["train"]
-    digests = [blake2b(key, digest_size=16).digest() for key in train.keys]
-    rows = hold_out(parts, digests, holdout, place, "images", HELD_OUT_OF_FEW if train.size < FEW else HELD_OUT)
-    whole = {name: (part, np.arange(part.size)) for name, part in parts.items()}
-    return whole | {name: (train, indices) for name, indices in rows.items()}

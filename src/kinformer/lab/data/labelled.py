@@ -172,8 +172,7 @@ class _Order(NamedTuple):
 
 
 def read_table(stream: Iterable[bytes], place: str, format: TableFormat, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of a table, reading ``stream`` line by line; ``place`` names the table in messages. Errors:
-    ``KinformerError`` for a row that lacks the text (or, where ``columns.labelled``, the label)."""
+    """Yield the rows of a table, reading ``stream`` line by line; ``place`` names the table in messages."""
     if format == "jsonl":
         return _objects(lines_of(stream, place), place, columns)
     # Rows of a pipe come one by one and are answered at once, so they are not read ahead.
@@ -331,8 +330,7 @@ def _order(head: Sequence[tuple[int, list[bytes]]], place: str, columns: Columns
 
 def _with_header(head: Sequence[tuple[int, list[bytes]]], order: _Order, names: Sequence[str], place: str) -> _Order:
     """Return the ``order`` of two columns, with the ``names`` of the first line where the rows below tell that it is a
-    header: a column repeats its values, and no cell of the first line occurs below it. Errors: ``KinformerError`` where
-    the text repeats its values and the label does not."""
+    header: a column repeats its values, and no cell of the first line occurs below it."""
     rows = [cells for _, cells in head[1:] if len(cells) == 2]
     repeats = [2 * len({cells[side] for cells in rows}) <= len(rows) for side in (0, 1)]
     if len(rows) < _FEWEST_ROWS or not any(repeats):
@@ -455,9 +453,6 @@ def read_texts(
     skip_bad: note the files of a folder without a readable text, and leave them out.
 
     A file is read twice, so that every error in it is reported before anything is computed.
-
-    Errors: ``KinformerError`` for a missing or empty source, a text that is empty or not UTF-8, and a row that lacks a
-    column, each with its file and line.
     """
     check = check or refuse_empty
     if not isinstance(source, str | Path):
@@ -560,8 +555,6 @@ def open_labelled(
     ``text_field`` and ``label_field`` name the columns of tables, or the fields of JSON lines, where these do not have
     the usual names. ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at
     once. ``cache`` is the folder for the ids, written once; ``~/.cache/kinformer`` if not given.
-
-    Raises :class:`KinformerError` for a missing path, and for a path without labelled examples.
     """
     require_share("holdout", holdout)
     path = existing_path(spec, "give a folder with a folder per class, or a .tsv, .csv or .jsonl file")

@@ -161,8 +161,7 @@ def spell(tree: np.ndarray) -> str:
 
 
 def read(text: str, place: str) -> np.ndarray:
-    """Return the ids of a tree in the spelling of :func:`spell`, uint8 [tokens]. Errors: ``KinformerError``, which
-    names the ``place``, for an empty text and for a word outside ``SYMBOLS``."""
+    """Return the ids of a tree in the spelling of :func:`spell`, uint8 [tokens]."""
     words = text.split()
     if not words:
         raise KinformerError(f"{place}: is empty; write a tree, as in [MAX 4 3 [MIN 2 3 ] 1 ].")

@@ -63,7 +63,11 @@ def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
     if split.marks is None or split.encoded_from is None or count >= split.bytes:
         return split.take(count)
     tokens, start = split.marks[split.marks[:, 1].searchsorted(count, side="right") - 1].tolist()
-    rest = _whole_characters(split.text.extents.read(start, count))
+    rest = split.text.extents.read(start, count)
+    try:
+        rest.decode("utf-8")
+    except UnicodeDecodeError as error:
+        rest = rest[: error.start] if error.reason == "unexpected end of data" else rest
     if not rest or tokens * split.dtype.itemsize > _HELD:
         return split.take(tokens)
     tail = tokenizer.encode(rest).astype(split.dtype)
@@ -76,14 +80,6 @@ def first_bytes(split: Split, count: int, tokenizer: Tokenizer) -> Split:
         encoded_from=split.text.take(end[1]),
         marks=np.concatenate([split.marks[split.marks[:, 1] <= start], np.array([end], np.int64)]),
     )
-
-
-def _whole_characters(text: bytes) -> bytes:
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return text[: error.start] if error.reason == "unexpected end of data" else text
-    return text
 
 
 def _read_marks(index_path: Path, ids_path: Path, dtype: np.dtype) -> np.ndarray | None:
@@ -157,7 +153,7 @@ def is_packed(spec: str | Path) -> bool:
 
 
 def read_manifest(folder: Path) -> JsonObject:
-    """Return the manifest of ``folder``. Errors: ``KinformerError`` for a missing or damaged manifest."""
+    """Return the manifest of ``folder``."""
     place = folder / MANIFEST
     if not place.exists() and (folder / UNFINISHED).exists():
         raise KinformerError(f"{folder}: is unfinished; repeat the command that packs it, which continues.")

@@ -381,8 +381,7 @@ class Documents:
 
 
 def pack(packing: Packing, out: Path, workers: int, progress: Callable[[int, int], object]) -> dict[str, object]:
-    """Pack into ``out`` and return the manifest. ``progress`` is called with the number of finished pieces and of all
-    pieces. Errors: ``KinformerError`` for data that cannot be read, and for a folder that holds something else."""
+    """Pack into ``out`` and return the manifest. ``progress`` is called with how many pieces are finished, and all."""
     name, files, pieces = _sources(packing)
     tokenizer, data = tokenizer_of(packing), fingerprint_of(files)
     if (manifest := _begin(out, packing, tokenizer, data, pieces=len(pieces))) is not None:

@@ -258,9 +258,8 @@ def open_pairs(
 ) -> Parallel:
     """Return the pairs that ``spec`` names: a path, or ``number-words``, numbers in English and German words.
     ``holdout=0.1`` holds out a tenth instead of a twentieth twice; it is then validation and test at once. Without
-    ``languages``, the source is English where English is one side, else the alphabetically first language. Raises
-    :class:`KinformerError` for a missing path, for sides that do not match, and for text outside UTF-8. Pairs with an
-    empty side are left out, with a note."""
+    ``languages``, the source is English where English is one side, else the alphabetically first language. Pairs with
+    an empty side are left out, with a note."""
     require_share("holdout", holdout)
     tokenizer = tokenizer or ByteTokenizer()
     if spec == NUMBER_WORDS:

@@ -187,8 +187,7 @@ def _require_length(path: Path) -> None:
 
 class WavStream:
     """A stream of WAV in parts, as from a microphone, up to the end of its samples, or up to the end of the stream
-    where the head does not know their number. Errors: ``KinformerError`` for a stream that does not begin as WAV of
-    PCM."""
+    where the head does not know their number."""
 
     def __init__(self, file: IO[bytes], place: str = "standard input") -> None:
         remedy = "convert it, as by ffmpeg -i SOUND -f wav -"
@@ -398,8 +397,7 @@ class Clip:
 
 
 def find_clips(path: Path) -> tuple[list[Clip], list[SourceFile], bool]:
-    """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does.
-    Errors: ``KinformerError`` for a path without clips, a line that lists no clip, and unreadable or empty sound."""
+    """Return the clips under ``path`` (a folder or a table), all files that name them, and whether a table does."""
     remedy = "give a folder of WAV or FLAC files, or a .tsv that lists them"
     path = existing_path(path, remedy)
     tables = [path] if path.is_file() else _tables(path)
@@ -482,7 +480,6 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _columns_in(names: Sequence[str]) -> dict[str, str]:
-    """Return which of ``names`` is which column."""
     # The later names of a column are looked for first, so that the earlier ones replace them.
     return {ours: name for ours, usual in _COLUMNS.items() for name in reversed(usual) if name in names}
 
@@ -681,8 +678,7 @@ class Recorded:
 
 def open_sound(spec: str, options: SoundOptions, symbols: Sequence[str] | None = None) -> Sound:
     """Return the sound that ``spec`` names: ``dtmf``, a folder of clips, or a table of clips. ``symbols``: the symbols
-    of a trained model, in their order, if there is one. Errors: ``KinformerError`` for data that cannot be read, and
-    for a transcript with a symbol that no training transcript has."""
+    of a trained model, in their order, if there is one."""
     if spec == DTMF:
         return _tones(options)
     path = Path(spec).expanduser()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +11,19 @@ from torch import Tensor, nn
 from kinformer.core.contract import select_valid
 from kinformer.core.model import Hidden
 from kinformer.core.parts import Input, NeedsStore, Neighbours
+from kinformer.core.stack import ModelConfig
 from kinformer.core.state import State
 from kinformer.heads.language import KnnMixture
 from kinformer.lab.data import Corpus, Split, first_bytes, open_corpus
 from kinformer.lab.datastore.keys import KeyedDecoder, KeyedStates, OpenRun, StoredRun, keyed
 from kinformer.lab.datastore.options import StoreOptions
 from kinformer.lab.datastore.search import ExactSearch, ListSearch, Similarity, probes_of, similarity_of
-from kinformer.lab.datastore.store import Datastore, KeySpace, Record, read_record
-from kinformer.lab.tasks.evaluation import EvaluationSettings
-from kinformer.lab.tasks.texts import measured_part, note_shared, spec_of
+from kinformer.lab.datastore.store import Datastore, KeySpace, Record
+from kinformer.lab.tasks.texts import note_shared, spec_of
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.progress import note
-
-if TYPE_CHECKING:
-    from kinformer.core.stack import ModelConfig
 
 
 class StoreDecoder(nn.Module):
@@ -271,15 +267,6 @@ def note_stored(record: Record, run: StoredRun, corpus: Corpus, data: str | None
         seen += splits if limit is None else [first_bytes(splits[0], limit, other.tokenizer)]
     for part in parts:
         note_shared(seen, part, "in the datastore itself")
-
-
-def note_text(
-    facts: Mapping[str, object] | None, run: StoredRun, options: EvaluationSettings, holdout: float | None
-) -> None:
-    """Print a note if the datastore of :func:`lookup_facts` holds text on which ``run`` was measured."""
-    if facts is not None:
-        corpus, part = measured_part(run, options, holdout)
-        note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])
 
 
 def search_words(probes: int | None) -> str:

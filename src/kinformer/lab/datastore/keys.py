@@ -45,8 +45,13 @@ class KeyedDecoder(nn.Module):
             )
         self.decoder = decoder
         self.representation, self.width = HIDDEN, decoder.config.width
-        if (seen := self._probe()) is not None:
-            self.representation, self.width = FEED_FORWARD, seen
+        # The keys are the last layer's feed-forward inputs, where these are one vector a token.
+        stack = decoder.stack
+        if not stack.adaptive and isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
+            with torch.no_grad(), self._tapped() as seen:
+                decoder.hidden(decoder.input.example(1, 2, decoder.input.device))
+            if seen and seen[-1].shape[:-1] == (1, 2):
+                self.representation, self.width = FEED_FORWARD, seen[-1].shape[-1]
 
     def forward(
         self, tokens: Tensor, state: State = None, *, valid: Tensor | None = None, reset: Tensor | None = None
@@ -62,16 +67,6 @@ class KeyedDecoder(nn.Module):
             back = left_align(valid).inverse[..., None].expand(-1, -1, keys.shape[-1])
             keys = select_valid(keys.gather(1, back), valid)
         return KeyedStates(hidden_states, keys), state
-
-    def _probe(self) -> int | None:
-        """Return the width of the last layer's feed-forward input; None unless the input is one vector a token."""
-        stack = self.decoder.stack
-        if stack.adaptive or not isinstance(getattr(stack.units[-1], "feed_forward", None), nn.Module):
-            return None
-        tokens = self.decoder.input.example(1, 2, self.decoder.input.device)
-        with torch.no_grad(), self._tapped() as seen:
-            self.decoder.hidden(tokens)
-        return seen[-1].shape[-1] if seen and seen[-1].shape[:-1] == (1, 2) else None
 
     @contextmanager
     def _tapped(self) -> Iterator[list[Tensor]]:

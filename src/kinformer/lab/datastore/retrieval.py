@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kinformer.core.parts import Neighbours, Searcher
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import Corpus
 from kinformer.lab.datastore.attach import (
     GATED_NEIGHBOURS,
@@ -33,6 +34,7 @@ from kinformer.lab.datastore.keys import OpenRun, StoredRun, keyed
 from kinformer.lab.datastore.search import probes_of, similarity_of
 from kinformer.lab.datastore.store import TOKEN, Datastore, IndexedText, StoredText, crc32, entries_of
 from kinformer.lab.evaluation.bits import Windows, streamable
+from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.settings import Settings
@@ -40,10 +42,6 @@ from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, require
 from kinformer.runtime.files import read_json, reading, take, write_json
 from kinformer.runtime.progress import note, progressing
-
-if TYPE_CHECKING:
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.runs.options import TrainOptions
 
 
 def choose_retrieval(options: TrainOptions, config: ModelConfig) -> dict[str, object]:

@@ -269,7 +269,7 @@ def read_index(path: Path, flags: int = 0) -> Any:
 
 
 def read_lists(folder: Path) -> InvertedLists:
-    """Return the record ``lists.json``. Errors: ``KinformerError`` for missing, truncated or damaged lists."""
+    """Return the record ``lists.json``."""
     place = folder / FOLDER / RECORD
     if not place.exists():
         raise KinformerError(

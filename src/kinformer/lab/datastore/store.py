@@ -13,16 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kinformer.core.state import map_tensors, tensors
+from kinformer.core.state import State, map_tensors, tensors
 from kinformer.lab.data import EvaluationStream, Split, first_bytes, open_corpus
+from kinformer.lab.datastore.keys import KeyedDecoder, StoredRun
 from kinformer.lab.evaluation.bits import Windows, window_rows
+from kinformer.lab.runs.options import IndexOptions
 from kinformer.lab.tasks.texts import check_positions, main_windows, spec_of
+from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, choose, plural
 from kinformer.runtime.files import (
     load_tensors,
@@ -36,13 +39,6 @@ from kinformer.runtime.files import (
     write_json,
 )
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from kinformer.core.state import State
-    from kinformer.lab.datastore.keys import KeyedDecoder, StoredRun
-    from kinformer.lab.runs.options import IndexOptions
-    from kinformer.models.decoder import Decoder
-
 
 SCHEMA = 1
 RECORD, KEYS, TOKENS = "store.json", "keys.bin", "tokens.bin"
@@ -141,10 +137,9 @@ def require_origin(folder: Path, stored: KeySpace, wanted: KeySpace) -> None:
 
 
 class Datastore:
-    """A whole datastore, read-only. ``keys`` [entries, dim] and ``tokens`` [entries] are mapped arrays. Errors:
-    ``KinformerError`` for an unfinished, truncated or damaged store, or a store of another model than ``origin``. The
-    sizes are always checked. The contents are checked in up to eight evenly spread pieces, or entirely with
-    ``check_all``."""
+    """A whole datastore, read-only, of the model ``origin``. ``keys`` [entries, dim] and ``tokens`` [entries] are
+    mapped arrays. The sizes are always checked. The contents are checked in up to eight evenly spread pieces, or
+    entirely with ``check_all``."""
 
     def __init__(self, folder: str | Path, origin: KeySpace | None = None, *, check_all: bool = False) -> None:
         self.folder = Path(folder)
@@ -392,7 +387,12 @@ def entries_of(model: KeyedDecoder, text: IndexedText, done: int, leaves: Sequen
                 if text.windows is None:
                     yield from _carried(model, EvaluationStream(split, text.chunk), skipped, retained)
                 else:
-                    yield from _windowed(model, split, text, skipped)
+                    seen, rows = 0, max(1, text.chunk // text.windows.context)
+                    for tokens, counted in window_rows(split, text.windows, rows, next(model.parameters()).device):
+                        seen += int(counted.sum())
+                        if seen > skipped:
+                            keys = model(tokens[:, :-1])[0].keys
+                            yield keys[counted], tokens[:, 1:][counted].cpu().numpy(), ()
         first += entries
 
 
@@ -411,13 +411,3 @@ def _carried(
             tokens = torch.from_numpy(segment.tokens).to(device)
             inputs, state = model(tokens[:, :-1], state)
             yield inputs.keys[0], segment.tokens[0, 1:], tuple(tensors(state))
-
-
-def _windowed(model: KeyedDecoder, split: Split, text: IndexedText, skipped: int) -> Iterator[Entries]:
-    assert text.windows is not None
-    seen, rows = 0, max(1, text.chunk // text.windows.context)
-    for tokens, counted in window_rows(split, text.windows, rows, next(model.parameters()).device):
-        seen += int(counted.sum())
-        if seen > skipped:
-            keys = model(tokens[:, :-1])[0].keys
-            yield keys[counted], tokens[:, 1:][counted].cpu().numpy(), ()

@@ -218,21 +218,6 @@ def heads_of(config: PatternConfig) -> list[tuple[Pattern, str, tuple[int, ...]]
     return groups
 
 
-def pattern_panel(pattern: Pattern, name: str, place: str, tokens_per_cell: int, cells: int) -> PatternPanel:
-    """Return the panel of one head's pattern over ``cells * tokens_per_cell`` tokens."""
-    length = cells * tokens_per_cell
-    shares, pairs = shares_of(pattern.sized(length), tokens_per_cell, cells), tokens_per_cell**2
-    return PatternPanel(
-        place=place,
-        name=name,
-        shares=shares,
-        tokens_per_cell=tokens_per_cell,
-        causal=pattern.ahead == 0,
-        length=length,
-        allowed_pairs=round(float(shares.sum()) * pairs),
-    )
-
-
 def shares_of(pattern: Pattern, tokens_per_cell: int, cells: int) -> Floats:
     """Return the share of allowed pairs of every cell, [cells, cells], a row of cells at a time."""
     keys = torch.arange(cells * tokens_per_cell)[None]
@@ -383,8 +368,13 @@ def encoding_panels(encoding: Encoding, length: int) -> list[Panel]:
     with torch.no_grad():
         if encoding.head_dim is None:
             return list(_added(encoding, length))
-        relative = encoding.position.relative(0, length - 1)
-        return [*_rotated(encoding, length, encoding.head_dim), *_by_distance(encoding, relative, length)]
+        # the products of every feature with itself at every distance
+        probe = torch.eye(encoding.head_dim, dtype=torch.float64)[:, None, None].expand(-1, 1, length, -1)
+        _, k = encoding.position.rotate(probe, probe, torch.arange(length)[None].expand(len(probe), length))
+        products = (k * k[:, :, :1]).sum(dim=-1)[:, 0].T
+        rotated = _heat(products, f"{encoding.name}\na feature times itself", encoding.place, "distance")
+        by_distance = _by_distance(encoding, encoding.position.relative(0, length - 1), length)
+        return [*by_distance] if torch.equal(k, probe) else [rotated, *by_distance]
 
 
 def _added(encoding: Encoding, length: int) -> Iterator[HeatPanel]:
@@ -394,15 +384,6 @@ def _added(encoding: Encoding, length: int) -> Iterator[HeatPanel]:
     for layer in range(min(encoding.depth, MOST_LAYERS)):
         if (table := encoding.position.layer_input(index, layer)) is not None:
             yield _heat(table[0], encoding.name, f"layer {layer + 1} of {encoding.depth}", "position")
-
-
-def _rotated(encoding: Encoding, length: int, width: int) -> Iterator[HeatPanel]:
-    """Yield the panel of products of every feature with itself at every distance."""
-    probe = torch.eye(width, dtype=torch.float64)[:, None, None].expand(width, 1, length, width)
-    _, k = encoding.position.rotate(probe, probe, torch.arange(length)[None].expand(width, length))
-    if not torch.equal(k, probe):
-        products = (k * k[:, :, :1]).sum(dim=-1)[:, 0].T
-        yield _heat(products, f"{encoding.name}\na feature times itself", encoding.place, "distance")
 
 
 def _by_distance(encoding: Encoding, relative: Relative | None, length: int) -> Iterator[Panel]:

@@ -292,19 +292,17 @@ def _legend(drawn: Figure, panels: Sequence[Panel], left: float) -> None:
     if not fields and not patterns:
         return
     needed = {ITSELF, SEEN}.union(*(set(np.unique(field.shown).tolist()) for field in fields))
-    needed |= {LATER for panel in patterns if panel.causal} | {UNSEEN for panel in patterns if _hides(panel)}
+    for panel in patterns:
+        needed |= {LATER} if panel.causal else set()
+        # a key hidden by the pattern, not by causality
+        shares = np.tril(panel.shares, -1) + np.triu(np.ones_like(panel.shares)) if panel.causal else panel.shares
+        needed |= {UNSEEN} if (shares == 0).any() else set()
     patches = [Patch(facecolor=KINDS[kind][0], label=KINDS[kind][1]) for kind in sorted(needed, reverse=True)]
     drawn.legend(
         handles=patches, loc="lower left", bbox_to_anchor=(left, 0.0), borderaxespad=0.3, borderpad=0.2,
         ncols=len(patches), frameon=False, fontsize=8, handlelength=0.9, handleheight=0.9, columnspacing=1.4,
         handletextpad=0.5, labelcolor=INK,
     )  # fmt: skip
-
-
-def _hides(panel: PatternPanel) -> bool:
-    """Return whether the pattern hides a key that causality allows."""
-    shares = np.tril(panel.shares, -1) + np.triu(np.ones_like(panel.shares)) if panel.causal else panel.shares
-    return bool((shares == 0).any())
 
 
 def _rgb(colour: str) -> np.ndarray:

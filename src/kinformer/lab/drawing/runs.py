@@ -42,10 +42,7 @@ TRACED, BLOCKS = 512, 32
 
 
 def text_run(options: DrawOptions, what: str, *unread: str) -> Run:
-    """Return the run whose text the option ``what`` draws.
-
-    Errors: ``KinformerError`` for options that this picture does not read, and for runs that do not read text.
-    """
+    """Return the run whose text the option ``what`` draws."""
     others = ("pattern", "position", *unread, "image_width")
     if wrong := [marked(name) for name in others if getattr(options, name)]:
         raise KinformerError(f"`{what}` draws a text, and knows no {', '.join(wrong)}; leave them out.")

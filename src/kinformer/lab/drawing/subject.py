@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from kinformer.core.config import Config, field_types, from_dict, override
 from kinformer.core.contract import CausalMixer, ReadsSource
 from kinformer.core.encoder import EncoderMixer
 from kinformer.core.parts import PatternConfig, Position, PositionConfig
 from kinformer.core.pattern import Pattern
-from kinformer.core.stack import EmbeddingConfig
+from kinformer.core.stack import EmbeddingConfig, ModelConfig
 from kinformer.family.build import configure
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY, nearest_member
@@ -30,6 +31,7 @@ from kinformer.lab.drawing.panels import (
     FullSequence,
     OneToken,
     Panel,
+    PatternPanel,
     Placed,
     describe,
     encoding_panels,
@@ -41,8 +43,8 @@ from kinformer.lab.drawing.panels import (
     influence_panel,
     numbered,
     parts_of,
-    pattern_panel,
     raster,
+    shares_of,
 )
 from kinformer.lab.drawing.pictures import Picture, picture_of
 from kinformer.lab.drawing.plots import check
@@ -52,12 +54,6 @@ from kinformer.models.encoder import Encoder
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, marked, nearest, plural
 from kinformer.runtime.parsing import JsonObject, parse_json
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.stack import ModelConfig
-
 
 M = TypeVar("M", bound="nn.Module")
 DIM, NUM_HEADS, HEAD_DIM, DEPTH = 512, 8, 64, 1
@@ -104,10 +100,18 @@ class Subject:
         options, panels = self.options, list[Panel]()
         tokens, cells = grid(options.length, [pattern for pattern, _, _ in self.patterns])
         for pattern, name, place in self.patterns:
-            panel = pattern_panel(pattern, name, place, tokens, cells)
-            if not isinstance(pattern, FullSequence):
-                computed = explain(pattern.sized(panel.length), panel.length).computed
-                panel = replace(panel, computed_pairs=round(computed))
+            sized, length = pattern.sized(tokens * cells), tokens * cells
+            shares = shares_of(sized, tokens, cells)
+            panel = PatternPanel(
+                place=place,
+                name=name,
+                shares=shares,
+                tokens_per_cell=tokens,
+                causal=pattern.ahead == 0,
+                length=length,
+                allowed_pairs=round(float(shares.sum()) * tokens**2),
+                computed_pairs=None if isinstance(pattern, FullSequence) else round(explain(sized, length).computed),
+            )
             panels.append(panel)
             if (image := raster(pattern, options.image_width)) is not None:
                 panels.append(field_panel(pattern, "what one token sees of an image", place, *image))
@@ -352,7 +356,6 @@ def draw(options: DrawOptions) -> Drawing:
 
 
 def _picture(options: DrawOptions) -> Picture:
-    """Return the picture of the options' subject."""
     if options.image is not None:
         return runs.looked_at(options)
     if options.curve:

@@ -322,8 +322,6 @@ def estimate(
     activations include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers,
     activations are the most bytes alive at once, and a step's FLOPs include the recomputation. Inference memory is
     weights and the state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
-
-    Errors: ``KinformerError`` for an unknown optimiser, sizes below 1 and lengths beyond the model's positions.
     """
     choose(optimizer, OPTIMIZERS, "optimizer")
     with unallocated():
@@ -387,14 +385,13 @@ def _check(model: Model, length: int, batch: int) -> None:
 
 def horizon_of(model: Model) -> int:
     """Return the widest window of the model's mixers."""
-    return max((_window(module) for module in model.modules()), default=0)
-
-
-def _window(module: nn.Module) -> int:
-    if isinstance(module, CausalMixer):
-        return module.retained or 0
-    pattern = getattr(module, "pattern", None) if isinstance(module, EncoderMixer) else None
-    return max(pattern.behind or 0, pattern.ahead or 0) if isinstance(pattern, Pattern) else 0
+    widest = 0
+    for module in model.modules():
+        if isinstance(module, CausalMixer):
+            widest = max(widest, module.retained or 0)
+        elif isinstance(module, EncoderMixer) and isinstance(pattern := getattr(module, "pattern", None), Pattern):
+            widest = max(widest, pattern.behind or 0, pattern.ahead or 0)
+    return widest
 
 
 def _costs(config: ModelSpec, model: StackedModel, batch: int, length: int, precision: Precision) -> Costs:
@@ -455,14 +452,19 @@ def _table(config: ModelSpec, model: StackedModel, costs: Costs) -> list[PartCos
     uses = Counter(keys[index] for index in config.stack.uses(len(keys)))
     parameters: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        parameters[_part(name.split("."), group_of)] += parameter.numel()
+        part, *rest = name.split(".")
+        if part == "stack":
+            part = f"layers.{group_of[int(rest[1])]}.{rest[2]}" if rest[0] == "layers" else rest[0]
+        parameters[part] += parameter.numel()
     rows = []
     for name in dict.fromkeys([*parameters, *(part for kind, part in costs if kind in COUNTED.values())]):
         label, count = name, len(config.uses) // len(config.layers) if name == "halting" else 1
         if name.startswith("layers."):
             _, number, *rest = name.split(".")
             group = groups[int(number)]
-            label, count = ".".join(["layers", _span(group), *rest]), uses[keys[group[0]]]
+            runs_on = len(group) > 1 and group == list(range(group[0], group[-1] + 1))
+            numbers = f"{group[0]}-{group[-1]}" if runs_on else ",".join(map(str, group))
+            label, count = ".".join(["layers", numbers, *rest]), uses[keys[group[0]]]
         amounts = {field: count * costs.get((kind, name), 0) for field, kind in COUNTED.items()}
         rows.append(PartCost(part=label, count=count, parameters=parameters[name], **amounts))
     return [row for row in rows if row.parameters or any(getattr(row, field) for field in COUNTED)]
@@ -477,20 +479,6 @@ def _handed_on(config: ModelSpec, model: StackedModel, costs: Costs, dtype: torc
     with unallocated():
         parameters = sum(parameter.numel() for parameter in single.build().parameters())
     return whole - part + dtype.itemsize * (sum(parameter.numel() for parameter in model.parameters()) - parameters)
-
-
-def _part(path: list[str], group_of: dict[int, int]) -> str:
-    """Return the part that owns a parameter, in the model of distinct layers."""
-    if path[0] != "stack":
-        return path[0]
-    return ".".join(["layers", str(group_of[int(path[2])]), path[3]]) if path[1] == "layers" else path[1]
-
-
-def _span(indices: list[int]) -> str:
-    """Return numbers of layers as text: ``0-11``, or ``0,2,4``."""
-    if len(indices) > 1 and indices == list(range(indices[0], indices[-1] + 1)):
-        return f"{indices[0]}-{indices[-1]}"
-    return ",".join(map(str, indices))
 
 
 # The peak memory of a training process: the bytes beyond weights, optimiser and activations.

@@ -40,8 +40,7 @@ class Windows(Checked):
     SHARES = {"overlap": "[0, 1)"}
 
     def behind(self, prefix: int) -> Windows:
-        """Return windows that leave room for ``prefix`` tokens in front of each window.
-        Errors: ``KinformerError`` for a context without such room."""
+        """Return windows that leave room for ``prefix`` tokens in front of each window."""
         if self.context <= prefix:
             raise KinformerError(
                 f"context is {self.context} but must be at least {prefix + 1}, as every window begins with "
@@ -168,9 +167,6 @@ def measure(
     ``chunk`` is how many tokens are computed at a time (at least one whole window); it bounds the memory and changes
     nothing else. ``progress(done, total)`` is called after every chunk. ``prefix``: ids such as BOS in front of the
     split, or of every window, because prompts of the model begin with them.
-
-    Errors: ``KinformerError`` for a vocabulary smaller than the split's, windows beyond the model's positions, and NaN
-    or infinite predictions.
     """
     _check(model, split, windows, chunk)
     stream = EvaluationStream(split, chunk)

@@ -78,8 +78,7 @@ class ContinuationScorer:
         """The tokens that the model has read so far, padding not counted."""
 
     def scores(self, continuations: Sequence[Continuation]) -> Iterator[tuple[int, Score]]:
-        """Yield the number of each of ``continuations`` and its score, in the order in which they are computed.
-        Errors: ``KinformerError`` for a continuation longer than ``length``, and for predictions of NaN."""
+        """Yield the number of each of ``continuations`` and its score, in the order in which they are computed."""
         by_context: dict[Ids, list[tuple[int, Ids]]] = defaultdict(list)
         for number, (context, tokens) in enumerate(continuations):
             if not tokens:
@@ -123,20 +122,16 @@ class ContinuationScorer:
             else:
                 single += [(number, _Row((rest + tokens)[:-1], tokens)) for number, tokens in members[context]]
         yield from self._single(single, state)
-        yield from self._forked(forked, state)
+        for batch in self._batches(forked, lambda item: len(item[0])):  # several continuations of each context
+            absorbed = self._absorb([_Row(rest, ()) for rest, _ in batch], _repeated(state, len(batch)))
+            tails = [(row, number, tokens) for row, (_, several) in enumerate(batch) for number, tokens in several]
+            yield from self._tails(tails, absorbed)
 
     def _single(self, items: list[tuple[int, _Row]], state: State) -> Iterator[tuple[int, Score]]:
         """Yield the scores of rows that share nothing but ``state``, a state of one row."""
         for batch in self._batches(items, lambda item: len(item[1].inputs)):
             absorbed = self._absorb([row for _, row in batch], _repeated(state, len(batch)))
             yield from zip((number for number, _ in batch), absorbed.scores, strict=True)
-
-    def _forked(self, items: list[tuple[Ids, list[tuple[int, Ids]]]], state: State) -> Iterator[tuple[int, Score]]:
-        """Yield the scores of the continuations of contexts, each absorbed once after ``state``, a state of one row."""
-        for batch in self._batches(items, lambda item: len(item[0])):
-            absorbed = self._absorb([_Row(rest, ()) for rest, _ in batch], _repeated(state, len(batch)))
-            tails = [(row, number, tokens) for row, (_, members) in enumerate(batch) for number, tokens in members]
-            yield from self._tails(tails, absorbed)
 
     def _batches(self, items: list[T], length: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield batches of ``items`` to compute together, the longest items first."""

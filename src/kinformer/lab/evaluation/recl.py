@@ -64,8 +64,6 @@ def recl(
     losses: [models, contexts, tokens] in nats: l_i(c, t), the same tokens for all.
     contexts: rising; the paper has equal steps.
     hardest: r, the share of tokens that count (the paper: 0.1, 0.5, 1).
-
-    Errors: ``KinformerError`` for fewer than two contexts, contexts that do not rise, or a share outside (0, 1].
     """
     check(contexts, hardest)
     assert losses.shape[1] == len(contexts)

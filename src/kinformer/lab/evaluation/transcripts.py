@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from kinformer.runtime.errors import KinformerError
+from kinformer.runtime.plugins import import_extra
 
 
 class Errors(NamedTuple):
@@ -29,8 +29,7 @@ class Errors(NamedTuple):
 
 
 def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Sequence[object]]) -> Errors:
-    """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs.
-    Errors: ``KinformerError`` where jiwer is not installed."""
+    """Return the fewest symbol edits that turn the ``references`` into the ``hypotheses``, summed over all pairs."""
     number: dict[object, str] = {}
     texts = [
         [" ".join(number.setdefault(item, str(len(number))) for item in one) for one in some]
@@ -42,10 +41,4 @@ def count_errors(references: Sequence[Sequence[object]], hypotheses: Sequence[Se
 
 def jiwer() -> ModuleType:
     """Return the library, or raise one sentence that says how to get it."""
-    try:
-        import jiwer
-    except ImportError:
-        raise KinformerError(
-            "error rates of transcripts need jiwer, which is not installed; pip install 'kinformer[audio]' gets it."
-        ) from None
-    return jiwer
+    return import_extra("jiwer", "the error rate of transcripts", "jiwer", "'kinformer[audio]'")

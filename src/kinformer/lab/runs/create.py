@@ -81,20 +81,13 @@ class Plan:
         model = self.run.build()
         init, rank = self.run.data.get("init"), self.settings.lora
         if init and not Checkpoints(self.run.folder / CHECKPOINTS, 1).steps():
-            begin_with(model, self.run, init)
+            inherited, (tensors, _) = inherited_by(self.run, open_run(init)), best_weights(Path(init))
+            base = dict(inherited.base)
+            require_weights(base, {name: tensors[name] for name in tensors if name in base}, init)
+            load_weights(model, inherited.weights(tensors, model.state_dict()), init)
         if rank is not None:
             add_updates(model, rank)
         return model
-
-
-def with_member(options: TrainOptions) -> TrainOptions:
-    """Return ``options`` with the member of the run to begin with or to resume, where the user names none."""
-    run = options.out if options.resume else options.init
-    if options.member:
-        return options
-    if run is None:
-        raise KinformerError("train: needs MEMBER, or `init` RUN; see: kinformer list.")
-    return replace(options, member=open_run(run).member)
 
 
 def plan(options: TrainOptions, quiet: bool, started_at: float) -> Plan:
@@ -220,10 +213,7 @@ MAY_CHANGE = {
 
 
 def resume(options: TrainOptions) -> tuple[Run, Settings]:
-    """Return the run in the folder ``options.out`` and its settings, updated by the new options that may change.
-
-    Errors: ``KinformerError`` for options or data that differ from the run's own.
-    """
+    """Return the run in the folder ``options.out`` and its settings, updated by the new options that may change."""
     run = open_run(options.folder)
     if run.member.lower() != options.member.lower():
         raise KinformerError(f"{run.folder}: holds a run of {run.member!r}; give another `out` for {options.member!r}.")
@@ -306,22 +296,11 @@ _SHOWN = 6
 
 def inherited_by(run: Run, base: Run) -> Inheritance:
     """Return the weights that the model of ``run`` inherits from the model of ``base``; a head is new where the two
-    runs predict different things.
-
-    Errors: ``KinformerError`` if no weight fits.
-    """
+    runs predict different things."""
     names = [(item.data.get("identity") or {}).get("classes") for item in (base, run)]
     heads = [getattr(item.config, "head", None) for item in (base, run)]
     same = names[0] == names[1] and (heads[0] == heads[1] or run.config.protocol is not WholeModel)
     return inheritance(base.config, run.config, base.folder, head=same)
-
-
-def begin_with(model: nn.Module, run: Run, init: str) -> None:
-    """Load the weights that ``model`` inherits from the run in the folder ``init``."""
-    result = inherited_by(run, open_run(init))
-    tensors, _ = best_weights(Path(init))
-    require_weights(dict(result.base), {name: tensors[name] for name in tensors if name in result.base}, init)
-    load_weights(model, result.weights(tensors, model.state_dict()), init)
 
 
 def inheritance_text(data: JsonObject) -> str:

@@ -206,10 +206,7 @@ class MemberEstimate(Estimate):
 
 
 def estimate_member(options: EstimateOptions) -> MemberEstimate:
-    """Return the costs of ``options.member`` in its recipe, or of a run's model, with its changes.
-
-    Errors: ``KinformerError`` for unknown names, changes that do not fit, and lengths beyond the model's positions.
-    """
+    """Return the costs of ``options.member`` in its recipe, or of a run's model, with its changes."""
     record, recipe, config, training = subject_of(options.member, options.recipe, options.vocab_size, options.set)
     length = options.length or (training or {}).get("length") or config.input.length or LENGTH
     sizes = {"length": length, "batch": options.batch_size}

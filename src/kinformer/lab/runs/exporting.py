@@ -193,7 +193,12 @@ def export(
     model = run.model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with appearing(out) as place:
-        settings = settings_of(form, run.config, run.member, dtype) | _labels(run) | _prompt_ids(run, source)
+        settings = settings_of(form, run.config, run.member, dtype) | _labels(run)
+        special = run.prompts.get("special_tokens")
+        if special and source is not None and run.config.protocol is CausalModel:
+            ids, size = ids_of(json.loads(source)), vocab_size_of(run.config)
+            roles = {f"{role}_id": ids.get(special.get(role), size) for role in ("bos_token", "pad_token")}
+            settings |= {name: number for name, number in roles.items() if number < size}
         settings |= {} if (pad := _class_padding(run)) is None else {"pad_token_id": pad}
         if form.use == "CTC":
             settings |= write_speech(place, *writing_of(run))
@@ -217,10 +222,7 @@ LEAST_SHARE = 1e-4
 def write_adapter(folder: Path, run: Run, form: Form, weights: Mapping[str, Tensor], dtype: str) -> int:
     """Write the difference of ``weights`` from the weights that ``run`` began with as an adapter for the library PEFT,
     and return its parameters. The layouts of transformers cut and join weights, so the factors of each difference come
-    from its singular values.
-
-    Errors: ``KinformerError`` for a run that was not trained with ``lora``, or whose base run is gone.
-    """
+    from its singular values."""
     if not run.training.get("lora"):
         raise KinformerError(f"`adapter`: {run.folder} was not trained with `lora`; leave it out.")
     base, begun_with = Path(run.data["init"]).name, best_weights(open_run(run.data["init"]).folder)[0]
@@ -285,16 +287,6 @@ def _labels(run: Run) -> dict[str, object]:
     """Return the names of the run's classes; an empty dictionary for a run without classes."""
     names, head = (run.data.get("identity") or {}).get("classes"), getattr(run.config, "head", None)
     return labels_of(list(map(str, names))) if names and hasattr(head, "classes") else {}
-
-
-def _prompt_ids(run: Run, source: bytes | None) -> dict[str, object]:
-    """Return the ids of an imported decoder's tokens that begin and pad its texts, as ``config.json`` names them."""
-    named = run.prompts.get("special_tokens")
-    if not named or source is None or run.config.protocol is not CausalModel:
-        return {}
-    ids, size = ids_of(json.loads(source)), vocab_size_of(run.config)
-    by_name = {f"{role}_id": ids.get(named.get(role), size) for role in ("bos_token", "pad_token")}
-    return {name: number for name, number in by_name.items() if number < size}
 
 
 def _class_padding(run: Run) -> int | None:

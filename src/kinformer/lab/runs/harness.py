@@ -89,8 +89,6 @@ def drawing_of(options: JsonObject) -> Drawing:
     """Return the ``Drawing`` that a task's ``generation_kwargs`` ask for.
 
     Decoding is greedy unless `do_sample` or a temperature is set.
-
-    Errors: ``KinformerError`` for an option that generation here does not have.
     """
     values = {name: value for name, value in options.items() if value is not None}
     until = values.pop("until", [])
@@ -447,7 +445,12 @@ def evaluate_by_harness(
     with _quietly(quiet):
         tasks = Tasks(names)
     parts = [_evaluate(run, tasks, options, task_options, quiet) for run in runs]
-    together = _side_by_side(runs, [values for _, values in parts]) if len(runs) > 1 else []
+    together: list[str | TextTable] = []
+    if len(runs) > 1:  # a column for each run
+        columns = [{(one.task, one.metric): f"{one.value:.4f}" for one in values} for _, values in parts]
+        rows = [[*key, *(column.get(key, "-") for column in columns)] for key in columns[0]]
+        headers = ("task", "metric", *short_names([run.folder for run in runs]))
+        together = ["", TextTable(headers, rows, range(2, len(headers)))]
     return EvaluationReport([evaluation for evaluation, _ in parts], together)
 
 
@@ -532,14 +535,6 @@ def _table(values: Sequence[Value], results: JsonObject) -> TextTable:
         error = "" if value.error is None else f"{value.error:.4f}"
         rows.append([*(about if first else ["", "", ""]), value.metric, f"{value.value:.4f}", error])
     return TextTable(("task", "items", "shots", "metric", "value", "± error"), rows, (1, 2, 4, 5))
-
-
-def _side_by_side(runs: Sequence[Run], values: Sequence[Sequence[Value]]) -> list[str | TextTable]:
-    """Return a table with a column for each of several runs."""
-    columns = [{(value.task, value.metric): f"{value.value:.4f}" for value in part} for part in values]
-    rows = [[*key, *(column.get(key, "-") for column in columns)] for key in columns[0]]
-    headers = ("task", "metric", *short_names([run.folder for run in runs]))
-    return ["", TextTable(headers, rows, range(2, len(headers)))]
 
 
 def _is_file(name: str) -> bool:

@@ -18,8 +18,9 @@ import torch
 from kinformer.core.model import CausalModel, device_of
 from kinformer.generation.weights import as_weights, pack
 from kinformer.lab.data.files import atomic_write, spooled
-from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_text
+from kinformer.lab.datastore.attach import attach_store, lookup_facts, note_stored
 from kinformer.lab.datastore.evaluate import evaluate_datastore
+from kinformer.lab.datastore.store import read_record
 from kinformer.lab.evaluation.depths import PONDER_STEPS, PonderRecorder, noting_steps
 from kinformer.lab.runs.options import EmbedOptions, EvaluateOptions, GenerateOptions, PredictOptions
 from kinformer.lab.runs.run import Run, open_run
@@ -28,6 +29,7 @@ from kinformer.lab.tasks.evaluation import Embedded, Evaluation, EvaluationRepor
 from kinformer.lab.tasks.next_token import Conversation
 from kinformer.lab.tasks.table import options_for, refuse_options
 from kinformer.lab.tasks.task import DRAWING, PREDICTING, Task
+from kinformer.lab.tasks.texts import measured_part
 from kinformer.runtime.errors import KinformerError, marked, spelled
 from kinformer.runtime.parsing import dump_json
 
@@ -35,10 +37,7 @@ from kinformer.runtime.parsing import dump_json
 
 
 def language_model_of(task_options: object, device: torch.device) -> LoadedRun | None:
-    """Return the run that ``task_options`` name as language model, with its model on ``device``; None without one.
-
-    Errors: ``KinformerError`` for a run that continues no text.
-    """
+    """Return the run that ``task_options`` name as language model, with its model on ``device``; None without one."""
     name = getattr(task_options, "language_model", None)
     if name is None:
         return None
@@ -81,8 +80,14 @@ def evaluate(folders: Sequence[str | Path], options: EvaluateOptions, quiet: boo
         if options.weights == "fp32":
             return wide
         report = _measure_all(runs, options, options_of_task, quiet)  # last: its files, as of predictions, stay
-        pairs = zip(report.evaluations, wide.evaluations, strict=True)
-        return replace(report, evaluations=[_beside(item, other, options.weights) for item, other in pairs])
+        evaluations = []
+        for item, other in zip(report.evaluations, wide.evaluations, strict=True):
+            (metric, value), (_, exact), text = item.deciding, other.deciding, item.text
+            if metric is not None:
+                text = (*text, f"{options.weights} weights: {metric.text(value)}; fp32: {metric.text(exact)}")
+            facts = {**item.facts, "weights": options.weights, "fp32": dict(other.metrics)}
+            evaluations.append(replace(item, facts=facts, text=text))
+        return replace(report, evaluations=evaluations)
 
 
 def _measure_all(
@@ -92,14 +97,6 @@ def _measure_all(
         return _measured(runs, options, options_of_task[0], quiet)
     parts = [_measured([run], options, item, quiet) for run, item in zip(runs, options_of_task, strict=True)]
     return EvaluationReport([part.evaluations[0] for part in parts])
-
-
-def _beside(evaluation: Evaluation, wide: Evaluation, weights: str) -> Evaluation:
-    """Return the evaluation with ``weights``, to which the metrics of float32 weights, ``wide``, are added."""
-    (metric, value), (_, other) = evaluation.deciding, wide.deciding
-    line = () if metric is None else (f"{weights} weights: {metric.text(value)}; fp32: {metric.text(other)}",)
-    facts = {**evaluation.facts, "weights": weights, "fp32": dict(wide.metrics)}
-    return replace(evaluation, facts=facts, text=(*evaluation.text, *line))
 
 
 def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: object, quiet: bool) -> EvaluationReport:
@@ -125,7 +122,9 @@ def _measured(runs: Sequence[Run], options: EvaluateOptions, task_options: objec
     ]
     report = replace(report, evaluations=evaluations, together=(*report.together, *verdicts))
     for run in runs:
-        note_text(lookups.get(run.folder), run, options, getattr(task_options, "holdout", None))
+        if (facts := lookups.get(run.folder)) is not None:
+            corpus, part = measured_part(run, options, getattr(task_options, "holdout", None))
+            note_stored(read_record(Path(str(facts["datastore"]))), run, corpus, options.data, [part])
     return report
 
 
@@ -169,10 +168,7 @@ def generate(
 
 
 def converse(folder: str | Path, options: GenerateOptions) -> Conversation:
-    """Return a new conversation with the run in ``folder``.
-
-    Errors: ``KinformerError`` for a run whose task does not continue texts by sampling.
-    """
+    """Return a new conversation with the run in ``folder``."""
     options.check_store()
     run = open_run(folder)
     run.task.check_generation(run)
@@ -236,8 +232,6 @@ def predictions(folder: str | Path, source: object, options: PredictOptions) -> 
     """Yield the predictions of the run in ``folder`` for the items of ``source``, one by one.
 
     source: a file or a folder, "-" for standard input, or a list of items.
-
-    Errors: ``KinformerError`` for a task that predicts nothing, an option that it does not read, and a bad item.
     """
     run = open_run(folder)
     if run.task.prediction.refusal is not None:
@@ -261,8 +255,6 @@ def embeddings(folder: str | Path, source: object, options: EmbedOptions) -> Ite
     """Yield the items of ``source`` in order, each with its vector.
 
     source: a file or a folder, "-" for standard input, or a list of texts or of paths.
-
-    Errors: ``KinformerError`` for a run that reads neither text, images nor sound, and for a bad item.
     """
     run = open_run(folder)
     for option in ("text_field", "label_field", "format"):

@@ -93,7 +93,6 @@ def _layer(base: Config, recipe: Config) -> Config:
 
 
 def _mixer(base: Config, recipe: Config) -> Config:
-    """Return the mixer ``recipe`` with the heads of ``base``."""
     old, new = _fields(base), _fields(recipe)
     changes = {name: old[name] for name in _in_both(SIZES, old, new)}
     if new.get("value_dim") and new.get("head_dim") and "head_dim" in old:
@@ -269,10 +268,7 @@ class Inheritance:
 
 def inheritance(base: ModelConfig, config: ModelConfig, place: Path | str, head: bool = True) -> Inheritance:
     """Return the weights that a model of ``config`` takes from the run of ``base`` at ``place``; without ``head`` its
-    head is new. Nothing is allocated.
-
-    Errors: ``KinformerError`` where the widths or the vocabularies differ, or no matrix can be taken.
-    """
+    head is new. Nothing is allocated."""
     require_width(base, config, place)
     (before, shared_before), (after, shared) = _described(base), _described(config)
     if not head:

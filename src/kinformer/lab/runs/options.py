@@ -117,10 +117,7 @@ class Machine(Checked):
         return device
 
     def usable_device(self) -> torch.device:
-        """Return the device that ``device`` names.
-
-        Errors: ``KinformerError`` for a device that this machine does not have.
-        """
+        """Return the device that ``device`` names."""
         import torch
 
         if self.device == "auto":
@@ -239,10 +236,7 @@ class TrainOptions(Settings, LearningOptions):
 
     @property
     def folder(self) -> Path:
-        """The run folder.
-
-        Errors: ``KinformerError`` without one.
-        """
+        """Return the run folder, which must be named here."""
         if self.out is None:
             raise KinformerError("`out`: is needed to resume a run, and by several machines; give the run folder.")
         return Path(self.out)

@@ -54,10 +54,7 @@ class Planner:
 
     def plan(self, options: TrainOptions) -> TrainingPlan:
         """Return the plan of a run with these options. If neither the options nor the data give a length, rows have the
-        usual length or the length that the model's positions allow, whichever is less.
-
-        Errors: ``KinformerError`` for options that do not fit the task or its data.
-        """
+        usual length or the length that the model's positions allow, whichever is less."""
         config = plan_config(options, self.base, self.task, self.data)
         length = self.task.length(self.data, config)
         settings = _settings(options, self.task, length)
@@ -73,8 +70,6 @@ def open_planner(options: TrainOptions) -> tuple[Planner, TrainOptions]:
     """Return the planner of the run that ``options`` describe, and the options with the size of a new vocabulary.
 
     Text from standard input and the texts in JSON lines are copied into the folder ``options.out``.
-
-    Errors: ``KinformerError`` for a task, data or changes that do not go together.
     """
     base = base_of(options)
     task = task_for(options.task or _task_of_lines(options), recipe_config(options, base, None), options.member)

@@ -40,10 +40,7 @@ _STAGE = 0x53544147
 
 
 def config_of(config: ModelConfig, stage: Stage) -> ModelConfig:
-    """Return the config of a run's model in ``stage``.
-
-    Errors: ``KinformerError`` for a stage that changes the names or shapes of weights.
-    """
+    """Return the config of a run's model in ``stage``."""
     if not stage.changes:
         return config
     changed = override(config, stage.changes, kinds())
@@ -98,10 +95,7 @@ def rows_of(run: Run, plan: TrainingPlan, device: str, quiet: bool = True) -> Da
 
 
 def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: bool = True) -> DataModule:
-    """Return the rows of ``run``, which has ``plan``, in ``stage``.
-
-    Errors: ``KinformerError`` for a task whose rows the model itself makes.
-    """
+    """Return the rows of ``run``, which has ``plan``, in ``stage``."""
     final = rows_of(run, plan, device, quiet)
     if stage.count == 1:
         return final
@@ -111,10 +105,7 @@ def staged_rows(run: Run, plan: TrainingPlan, stage: Stage, device: str, quiet: 
 
 
 def teacher_of(run: Run) -> WholeModel | None:
-    """Return the model, in eval mode and frozen, of the run that the option ``teacher`` names; None without one.
-
-    Errors: ``KinformerError`` for a run of another task, of other classes, or of inputs of another shape.
-    """
+    """Return the model, in eval mode and frozen, of the run that the option ``teacher`` names; None without one."""
     name = getattr(run.options, "teacher", None)
     if name is None:
         return None

@@ -19,17 +19,22 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from kinformer.core.config import override
 from kinformer.core.parts import NeedsStore
+from kinformer.core.stack import ModelConfig
 from kinformer.family.build import model_config, storable, weight_shapes
 from kinformer.family.kinds import kinds
 from kinformer.family.table import FAMILY
 from kinformer.family.table import member as member_called
+from kinformer.lab.data import Tokenizer
 from kinformer.lab.data.files import SPOOLED
 from kinformer.lab.tasks.table import ALL, options_for
 from kinformer.lab.tasks.table import task as task_called
+from kinformer.lab.tasks.task import Task
 from kinformer.lab.training.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -46,13 +51,6 @@ from kinformer.runtime import files
 from kinformer.runtime.draws import private_numbers
 from kinformer.runtime.errors import KinformerError, require_path, require_types
 from kinformer.runtime.parsing import JsonObject
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.data import Tokenizer
-    from kinformer.lab.tasks.task import Task
 
 # Reading of ``config.json``: its schema, keys and types are checked before any other code reads it.
 
@@ -76,10 +74,7 @@ _TYPE_NAMES = {str: "text", dict: "a table", list: "a list", NoneType: "null", i
 
 
 def read_config(place: Path) -> JsonObject:
-    """Return the table in the file ``place``.
-
-    Errors: ``KinformerError`` for another file, a missing key, and a value of a wrong type.
-    """
+    """Return the table in the file ``place``."""
     folder = place.parent
     if not os.path.exists(place):  # Path.exists raises for a long name
         raise KinformerError(
@@ -101,7 +96,13 @@ def read_config(place: Path) -> JsonObject:
         raise KinformerError(f"{place}: lacks {', '.join(missing)}; restore it from a copy.")
     _check(data, {**_TYPES, **_FURTHER}, place, "")
     _check(data["data"], _DATA, place, "data.")
-    _check_prompts(data.get("prompts", {}), place)
+    prompts = data.get("prompts", {})
+    _check(prompts, _PROMPTS, place, "prompts.")
+    special = prompts.get("special_tokens", {})
+    for name, values, kind in (("prefix", prompts.get("prefix", ()), int), ("special_tokens", special.values(), str)):
+        if not all(type(value) is kind for value in values):
+            expected = "a list of whole numbers" if kind is int else "a table of texts"
+            raise KinformerError(f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore a copy.")
     _check(data["data"].get("retrieval", {}), _RETRIEVAL, place, "data.retrieval.")
     name = data["tokenizer"]
     if name is not None and (Path(name).name != name or name == ".."):
@@ -121,15 +122,6 @@ def settings_in(training: JsonObject) -> Settings:
     if unknown := sorted(map(str, training.keys() - {field.name for field in fields(Settings)})):
         raise KinformerError(f"training has the unknown setting {unknown[0]!r}; use a matching version.")
     return Settings(**training)
-
-
-def _check_prompts(prompts: JsonObject, place: Path) -> None:
-    _check(prompts, _PROMPTS, place, "prompts.")
-    special = prompts.get("special_tokens", {})
-    for name, values, kind in (("prefix", prompts.get("prefix", ()), int), ("special_tokens", special.values(), str)):
-        if not all(type(value) is kind for value in values):
-            expected = "a list of whole numbers" if kind is int else "a table of texts"
-            raise KinformerError(f"{place}: prompts.{name} is {prompts[name]!r}, not {expected}; restore a copy.")
 
 
 def _check(data: Mapping[str, object], types: Mapping[str, tuple[type, ...]], place: Path, prefix: str) -> None:
@@ -268,10 +260,7 @@ class Run:
 
 
 def open_run(folder: str | Path) -> Run:
-    """Return the run in a folder.
-
-    Errors: ``KinformerError`` for a folder without a run, or with a damaged run.
-    """
+    """Return the run in ``folder``, without reading its weights."""
     require_path("run", folder)
     folder = Path(folder)
     place = folder / CONFIG

@@ -235,7 +235,6 @@ def _mixers(module: nn.Module) -> Iterator[Mixer]:
 
 
 def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> AttentionTrace:
-    """Return the trace of one call of a mixer."""
     mixer, x = call.mixer, call.inputs[0]
     x = x.x if isinstance(x, Chunk) else x
     assert isinstance(x, Tensor)  # the vectors [1, tokens, dim] that the mixer read
@@ -260,6 +259,15 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
         constant = constant + read.weights[..., :before] @ read.values[:, :before]
     if before:
         lacking += f" What a row lacks of 1 is on the global input, {plural(before, 'token')} before the text."
+    buckets, span, spans = read.buckets, getattr(mixer, "span", None), None
+    if buckets is not None:  # only the last heads have buckets, and the others get -1
+        rest = len(read.weights) - len(buckets)
+        buckets = torch.cat([buckets.new_full((rest, *buckets.shape[1:]), -1), buckets])[index]
+    if isinstance(span, Span):
+        spans = torch.tensor(span.spans())[index]
+    elif isinstance(span, TokenSpan):
+        with torch.no_grad():
+            spans = span.of(x)[0].cpu()[index]
     return replace(
         untraced,
         heads=chosen,
@@ -270,16 +278,13 @@ def _attention(stack: Stack, call: _Call, heads: str | None, prefix: str) -> Att
         implied=bool(read.implied),
         keys=read.keys,
         note=(f"These weights are {read.implied}." if read.implied else lacking).strip(),
-        buckets=_buckets(read.buckets, len(read.weights), index),
-        spans=_spans(mixer, x, index),
+        buckets=buckets,
+        spans=spans,
     )
 
 
 def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[int, ...]:
-    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None.
-
-    Errors: ``KinformerError`` for any other part of the text.
-    """
+    """Return the numbers from 1 to ``highest`` that the text of the option ``name`` lists, in order; all for None."""
     if text is None:
         return tuple(range(1, highest + 1))
     parts = [part.strip() for part in text.split(",")]
@@ -288,24 +293,6 @@ def numbers_in(name: str, text: str | None, highest: int, what: str) -> tuple[in
         if part not in valid:
             raise KinformerError(f"{marked(name)} {text}: {part!r} is none of the {what} 1 to {highest}; list some.")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _buckets(buckets: Tensor | None, heads: int, index: Tensor) -> Tensor | None:
-    """Return the buckets of the heads ``index``; only the last heads have buckets, and the others get -1."""
-    if buckets is None:
-        return None
-    return torch.cat([buckets.new_full((heads - len(buckets), *buckets.shape[1:]), -1), buckets])[index]
-
-
-def _spans(mixer: nn.Module, x: Tensor, index: Tensor) -> Tensor | None:
-    """Return the spans [heads] of the heads ``index``, or [heads, tokens] if each token has a span."""
-    span = getattr(mixer, "span", None)
-    if isinstance(span, Span):
-        return torch.tensor(span.spans())[index]
-    if isinstance(span, TokenSpan):
-        with torch.no_grad():
-            return span.of(x)[0].cpu()[index]
-    return None
 
 
 def _ids(run: Run, model: Model, text: str, ends: BosEos, limit: int) -> Tensor:
@@ -349,10 +336,7 @@ def check(path: Path) -> None:
 
 
 def write(traced: Trace, path: Path) -> None:
-    """Write a trace as a page (.html) or as its tensors by name (.npz); the ending of ``path`` decides.
-
-    Errors: ``KinformerError`` for a page without the package jinja2.
-    """
+    """Write a trace as a page (.html) or as its tensors by name (.npz); the ending of ``path`` decides."""
     if path.suffix.lower() == ".html":
         page = _page(traced)
         write_atomic(path, lambda target: target.write_text(page, encoding="utf-8"))

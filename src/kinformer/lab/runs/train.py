@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from kinformer.family.table import member
-from kinformer.lab.runs.create import Plan, inheritance_text, plan, set_threads, with_member
+from kinformer.lab.runs.create import Plan, inheritance_text, plan, set_threads
 from kinformer.lab.runs.minutes import spelled_minutes
 from kinformer.lab.runs.options import Parallel, TrainOptions
 from kinformer.lab.runs.report import Reporter
 from kinformer.lab.runs.rows import StagedRows, config_of, plan_of, staged_rows
-from kinformer.lab.runs.run import CONFIG, JOB, WRITTEN, Run, writing
+from kinformer.lab.runs.run import CONFIG, JOB, WRITTEN, Run, open_run, writing
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training import distributed
 from kinformer.lab.training.checkpoint import CHECKPOINTS, Checkpoints, place_of_best
@@ -32,7 +32,7 @@ from kinformer.lab.training.loop import Trainer
 from kinformer.lab.training.schedule import stage_at
 from kinformer.lab.training.settings import WARM_UP_STEPS, Settings
 from kinformer.runtime.draws import seeding
-from kinformer.runtime.errors import plural, require, spelled
+from kinformer.runtime.errors import KinformerError, plural, require, spelled
 from kinformer.runtime.parsing import JsonObject
 from kinformer.runtime.process import emulates_bfloat16
 from kinformer.runtime.progress import tolerant
@@ -139,7 +139,10 @@ def train(options: TrainOptions, quiet: bool = False, started_at: float | None =
     """
     started_at = time.monotonic() if started_at is None else started_at
     require("devices", options.devices, 1)
-    options = with_member(options)
+    if not options.member:
+        if (base := options.out if options.resume else options.init) is None:
+            raise KinformerError("train: needs MEMBER, or `init` RUN; see: kinformer list.")
+        options = replace(options, member=open_run(base).member)
     if options.out is None and not options.resume and not distributed.started_by_torchrun():
         folder = _new_folder(member(options.member).name)
         if not quiet:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
@@ -172,15 +172,13 @@ def row_bytes(model: ContinuedModel, length: int) -> int:
     units = [model.stack.units[index] for index in model.stack.order]
     mixers = [module for unit in units for module in unit.modules() if isinstance(module, CausalMixer)]
     dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
-    fixed = states.nbytes(model.initial_state(1)) - sum(mixer.state_bytes(0, dtype=dtype) for mixer in mixers)
-    return fixed + sum(_mixer_bytes(partial(mixer.state_bytes, dtype=dtype), length) for mixer in mixers)
-
-
-def _mixer_bytes(declared: Callable[[int], int], length: int) -> int:
-    slot, limit = declared(2) - declared(1), declared(_FAR)
-    if slot == 0 or limit > declared(_FAR // 2):
-        return declared(length + ROOM)
-    return 2 * limit + 64 * slot
+    total = states.nbytes(model.initial_state(1))
+    for mixer in mixers:
+        declared = partial(mixer.state_bytes, dtype=dtype)
+        slot, limit = declared(2) - declared(1), declared(_FAR)
+        unlimited = slot == 0 or limit > declared(_FAR // 2)
+        total += (declared(length + ROOM) if unlimited else 2 * limit + 64 * slot) - declared(0)
+    return total
 
 
 # Prompts absorbed in chunks, between the steps of other requests.
@@ -354,20 +352,18 @@ class Engine:
         """Take turns until :meth:`close`, and wait while there is nothing to do. At the end, also after an error, open
         requests fail."""
         try:
-            while self._has_work():
+            while True:
+                with self._changed:
+                    idle = not (self._prefills or self._batch.rows)
+                    while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
+                        self._changed.wait()
+                    if self._closing:
+                        break
                 self.turn()
         finally:
             self.close()
             for request in [*self._admitted, *self._waiting]:
                 request.listener.failed(KinformerError(_SHUTTING_DOWN))
-
-    def _has_work(self) -> bool:
-        """Wait for work; return whether there is work, and not :meth:`close`."""
-        with self._changed:
-            idle = not (self._prefills or self._batch.rows)
-            while idle and not (self._entered or self._waiting or self._cancelled or self._closing):
-                self._changed.wait()
-            return not self._closing
 
     def close(self) -> None:
         """Let :meth:`run` return after the present turn."""
@@ -485,7 +481,11 @@ class Engine:
         for request in requests:
             if self._admitted[request]:
                 self._leave(request, "failed")
-                request.listener.failed(_failure(error))
+                if not isinstance(error, KinformerError):
+                    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+                    remedy = "ask for fewer or shorter sequences at a time"
+                    error = KinformerError(f"the model could not be computed ({reason}); {remedy}.")
+                request.listener.failed(error)
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
         """Return the next token of ``rows`` by ``logits`` [rows, vocab], drawn together where the settings agree."""
@@ -535,11 +535,3 @@ def _indices(tokens: Sequence[int] | np.ndarray, logits: Tensor) -> Tensor:
 
 def _uniforms(rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.cat([row.uniforms.next(device) for row in rows])
-
-
-def _failure(error: Exception) -> KinformerError:
-    """Return ``error`` as a sentence for the listeners of the requests that it ended."""
-    if isinstance(error, KinformerError):
-        return error
-    reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-    return KinformerError(f"the model could not be computed ({reason}); ask for fewer or shorter sequences at a time.")

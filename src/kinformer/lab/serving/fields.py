@@ -118,6 +118,9 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
     if options and not stream:
         raise FieldError("stream_options are given, but stream is false; leave them out.", "stream_options")
     chat, most = "messages" in supported, _count(values, "max_tokens", 0, None, MOST_TOKENS)
+    tokens = values.get("stop_token_ids", [])
+    if not isinstance(tokens, list) or not all(map(_is_id, tokens)) or len(tokens) > MOST_STOP_TOKENS:
+        raise FieldError(f"stop_token_ids must be a list of at most {MOST_STOP_TOKENS} token ids.", "stop_token_ids")
     return Body(
         model=_value(values, "model", str, ""),
         sampling=_sampling(values, seed),
@@ -125,7 +128,7 @@ def read(fields: Mapping[str, object], supported: tuple[str, ...], seed: int | N
         max_tokens=_count(values, "max_completion_tokens", 0, most, MOST_TOKENS),
         n=_count(values, "n", 1, 1) or 1,
         stops=_stops(values),
-        stop_tokens=_stop_tokens(values),
+        stop_tokens=tuple(tokens),
         ignore_eos=_value(values, "ignore_eos", bool, False),
         logprobs=_chat_logprobs(values) if chat else _count(values, "logprobs", 0, None, MOST_LOGPROBS),
         echo=_value(values, "echo", bool, False),
@@ -275,13 +278,6 @@ def _bias(values: Mapping[str, object]) -> tuple[tuple[int, float], ...]:
             held = f"{short(token)}: {short(change)}"
             raise FieldError(f"logit_bias holds {held}, but must give ids a number from -100 to 100.", "logit_bias")
     return tuple((int(token), float(change)) for token, change in bias.items())
-
-
-def _stop_tokens(values: Mapping[str, object]) -> tuple[int, ...]:
-    tokens = values.get("stop_token_ids", [])
-    if not isinstance(tokens, list) or not all(map(_is_id, tokens)) or len(tokens) > MOST_STOP_TOKENS:
-        raise FieldError(f"stop_token_ids must be a list of at most {MOST_STOP_TOKENS} token ids.", "stop_token_ids")
-    return tuple(tokens)
 
 
 def _chat_logprobs(values: Mapping[str, object]) -> int | None:

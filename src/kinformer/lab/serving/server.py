@@ -560,7 +560,6 @@ def half_of_memory(device: torch.device) -> int:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at ``host`` and ``port``."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)

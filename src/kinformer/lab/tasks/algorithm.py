@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,15 +36,12 @@ from kinformer.lab.tasks.evaluation import (
     track,
 )
 from kinformer.lab.tasks.next_token import MOST_NEW, Generated, Sample
+from kinformer.lab.tasks.options import AlgorithmEvaluationOptions
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SEQUENCE_ACCURACY, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import note
-
-if TYPE_CHECKING:
-    from kinformer.lab.tasks.options import AlgorithmEvaluationOptions
-
 
 # Rows of an algorithm for a causal model, and the objective of its answers.
 
@@ -309,7 +306,7 @@ def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSetting
 
 
 def problem_in(prompt: str | bytes) -> str:
-    """Return the problem in a prompt. Errors: ``KinformerError`` where it holds none."""
+    """Return the problem in a prompt."""
     text = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).strip()
     if not text.endswith("=") or not set(text) <= set(SYMBOLS):
         raise KinformerError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite, log
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -14,24 +14,21 @@ from torch.nn import functional
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State, map_tensors
 from kinformer.lab.data import IGNORED
+from kinformer.lab.data.labelled import TextItem, TextSource
 from kinformer.lab.tasks.evaluation import (
     GenerationSettings,
+    LoadedRun,
     Predicted,
     PredictionSettings,
     TextTable,
     TrainedRun,
     track,
 )
+from kinformer.lab.tasks.next_token import Generated
+from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.tasks.texts import texts_in
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, take_rows
 from kinformer.runtime.errors import KinformerError, require_finite
-
-if TYPE_CHECKING:
-    from kinformer.lab.data.labelled import TextItem, TextSource
-    from kinformer.lab.tasks.evaluation import LoadedRun
-    from kinformer.lab.tasks.next_token import Generated
-    from kinformer.lab.tasks.task import TrainingPlan
-
 
 # Rows made on demand, with some tokens for a causal model to answer (recall, algorithms).
 

@@ -222,9 +222,6 @@ def predict(
 
     A line holds the numbers of an observation, separated by commas or blanks, or as a JSON array; an empty line, as
     None in a list, begins a new episode. Every action follows all observations of its episode so far.
-
-    Errors: ``KinformerError`` for a line whose count of numbers is not the environment's, or with an infinite number or
-    NaN.
     """
     environment = Environments(open_environment(subject.run.options).env)
     environment.close()
@@ -260,7 +257,6 @@ def _observations(lines: Iterable[tuple[str, Line]], size: int) -> Iterator[tupl
 
 
 def _numbers(line: str | Iterable[float], place: str, size: int) -> np.ndarray:
-    """Return the ``size`` numbers of a line."""
     items: Iterable[float | str] = line
     try:
         if isinstance(line, str):

@@ -304,10 +304,18 @@ class SelfDistillation(OnlineLearner):
     teacher: StackedWholeModel
 
     def forward(self, model: nn.Module, batch: DinoBatch, state: State, progress: float) -> ObjectiveOutput:
-        views = self._views(batch.values)
+        options = self.options
+        # in training by PyTorch's generator, seeded for each step; else always the same
+        generator = None if self.training else torch.Generator().manual_seed(0)
+        if self.teacher.input.lower:
+            views = views_of_features(batch.values, options.local_views, options.flip, generator)
+        else:
+            input: Patches.Config = input_of(self.teacher.config)
+            images = batch.values.float() / 255
+            views = views_of_pixels(images, input.patch, options.local_views, options.flip, generator, options.area)
         teacher = self._logits(self.teacher, self.teacher_head, views[:2]).detach()
         student = self._logits(self.student, self.head, views)
-        nats, entropy = view_nats(student, teacher, self.centre, self.options.teacher_temperature)
+        nats, entropy = view_nats(student, teacher, self.centre, options.teacher_temperature)
         if self.training:
             self.progress = progress
             flat = teacher.flatten(0, 1)
@@ -327,16 +335,6 @@ class SelfDistillation(OnlineLearner):
         for student, teacher in ((self.student, self.teacher), (self.head, self.teacher_head)):
             for name, weight in student.named_parameters():
                 teacher.get_parameter(name).lerp_(weight, share)
-
-    def _views(self, values: Tensor) -> list[Tensor]:
-        """Draw views of ``values``: in training by PyTorch's generator, seeded for each step; else always the same."""
-        options = self.options
-        generator = None if self.training else torch.Generator().manual_seed(0)
-        if self.teacher.input.lower:
-            return views_of_features(values, options.local_views, options.flip, generator)
-        input: Patches.Config = input_of(self.teacher.config)
-        images = values.float() / 255
-        return views_of_pixels(images, input.patch, options.local_views, options.flip, generator, options.area)
 
     @staticmethod
     def _logits(encoder: StackedWholeModel, head: nn.Module, views: Sequence[Tensor]) -> Tensor:

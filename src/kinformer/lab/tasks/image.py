@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, isfinite, log, sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,17 +45,13 @@ from kinformer.lab.tasks.evaluation import (
     parts_of,
 )
 from kinformer.lab.tasks.images import png_of
-from kinformer.lab.tasks.options import ImageOptions
+from kinformer.lab.tasks.options import ImageEvaluationOptions, ImageGenerationOptions, ImageOptions
 from kinformer.lab.tasks.task import GenerationSettings, TrainingPlan
 from kinformer.lab.tasks.texts import HeldOut, spec_of
 from kinformer.lab.training.data_module import Batch, DataModule, ObjectiveOutput, map_fields
 from kinformer.lab.training.logging import BITS_PER_DIM, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.progress import progressing
-
-if TYPE_CHECKING:
-    from kinformer.lab.tasks.options import ImageEvaluationOptions, ImageGenerationOptions
-
 
 # How a model's config is fitted to the sizes of images: its input, and patterns that know rows and columns.
 
@@ -506,7 +502,14 @@ def _occluded(
             "of that."
         )
     if Path(options.complete).suffix.lower() in SUFFIXES:
-        originals = _picture(Path(options.complete).expanduser(), (input.height, input.width, input.channels))[None]
+        path = Path(options.complete).expanduser()
+        head = read_head(path)
+        if (head.height, head.width) != (input.height, input.width):
+            raise KinformerError(
+                f"`complete` {path}: has {head.width} x {head.height} pixels, but this model draws {input.width} x "
+                f"{input.height}; scale the picture first."
+            )
+        originals = decode(path, (input.height, input.width, input.channels))[None]
         if input.classes and options.label is None:
             raise KinformerError(
                 f"`complete` {options.complete}: a picture does not have a class; give `label` NAME too."
@@ -516,17 +519,6 @@ def _occluded(
     originals = np.asarray(data.test.pixels[: options.occluded])
     classes = None if options.label is not None else labels_of(subject.run, data, data.test.labels)
     return sequences.of(originals)[:, :prefix], originals, None if classes is None else classes[: len(originals)]
-
-
-def _picture(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
-    """Return the picture ``path``, which must have the size of ``shape``."""
-    head = read_head(path)
-    if (head.height, head.width) != shape[:2]:
-        raise KinformerError(
-            f"`complete` {path}: has {head.width} x {head.height} pixels, but this model draws {shape[1]} x "
-            f"{shape[0]}; scale the picture first."
-        )
-    return decode(path, shape)
 
 
 def sample(

@@ -387,8 +387,7 @@ def laid(batch: Sequence[Picture], model: WholeModel) -> Tensor:
 
 def pictures(run: TrainedRun, spec: str, count: int) -> Iterator[Picture]:
     """Yield a PNG or JPEG, or the pictures of a folder, scaled and cropped to the size that the model of ``run`` was
-    made for; or the first ``count`` test images of the data ``spec``.
-    Errors: ``KinformerError`` for missing or damaged pictures, and for images with other channels than the model's."""
+    made for; or the first ``count`` test images of the data ``spec``."""
     if files := files_in(Path(spec).expanduser()):
         if count > 1:
             raise KinformerError(

@@ -75,8 +75,7 @@ class Conversations(Identified):
 
 
 def open_conversations(source: Source, options: InstructOptions, cache: Path | None = None) -> Conversations:
-    """Return the conversations that ``source`` names, in the template that the user names or the template of the run.
-    Errors: ``KinformerError`` for rows that are not conversations with answers, and for messages without a template."""
+    """Return the conversations that ``source`` names, in the template that the user or the run names."""
     assert source.tokenizer is not None
     require_share("holdout", source.holdout)
     path = Path(source.spec)
@@ -115,8 +114,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def messages_of(place: str, row: object) -> list[dict[str, str]]:
-    """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two.
-    Errors: ``KinformerError`` for another row, for roles out of order, and for a row without an answer."""
+    """Return the messages of a ``row`` of JSON lines; a prompt with its completion makes two."""
     row = row if isinstance(row, dict) else {}
     messages = row.get("messages")
     if "prompt" in row and "completion" in row:

@@ -523,8 +523,7 @@ class Conversation:
         self.session: Session | None = None
 
     def turn(self, text: str | bytes) -> Iterator[str]:
-        """Return an iterator that draws the continuation of all so far and ``text``, and yields its pieces.
-        Errors: ``KinformerError`` for an empty text, and where the model's positions end, before anything is drawn."""
+        """Return an iterator that draws the continuation of all so far and ``text``, and yields its pieces."""
         tokenizer = tokenizer_of(self.subject.run)
         tokens = prompt_ids(tokenizer, text) if self.session is None else tokenizer.encode(text)
         if not len(tokens):

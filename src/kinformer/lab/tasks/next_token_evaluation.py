@@ -28,7 +28,7 @@ from kinformer.lab.evaluation.depths import (
     saved,
     with_rule,
 )
-from kinformer.lab.evaluation.recl import Recl, check, context_losses, recl, spread_positions
+from kinformer.lab.evaluation.recl import check, context_losses, recl, spread_positions
 from kinformer.lab.evaluation.usage import record_usage
 from kinformer.lab.tasks.evaluation import (
     Evaluation,
@@ -44,7 +44,6 @@ from kinformer.lab.tasks.next_token import NGRAM_CONTEXT
 from kinformer.lab.tasks.options import NextTokenEvaluationOptions
 from kinformer.lab.tasks.task import Load
 from kinformer.lab.tasks.texts import (
-    HeldOut,
     check_positions,
     held_out,
     lengths_in,
@@ -102,8 +101,17 @@ def evaluate_recl(
         evaluations.append(evaluated(LoadedRun(run, None), {RECL: curve.length}, held.identity, (), facts=facts))
     about = {"data": held.identity, "contexts": contexts, "tokens": losses.shape[2], "hardest": options.hardest}
     by_run = {"runs": [evaluation.facts for evaluation in evaluations]}
-    blocks = _blocks(names, held, contexts, curves, f"{options.hardest:.0%} of {losses.shape[2]}")
-    return EvaluationReport(evaluations, blocks, about | by_run)
+    title = (
+        f"relative effective context length on {held.data.name} {held.data.version}, {held.split.name} split: "
+        f"the hardest {options.hardest:.0%} of {losses.shape[2]} tokens\n"
+    )
+    headers = ("run", "RECL", *(f"{one} to {two}" for one, two in zip(contexts, contexts[1:])))
+    rows = [
+        [name, f"{'at least ' if item.at_least else ''}{item.length}", *(f"{gain:.1%}" for gain in item.gains)]
+        for name, item in zip(names, curves, strict=True)
+    ]
+    table = TextTable(headers, rows, range(1, len(headers)))
+    return EvaluationReport(evaluations, [title, table], about | by_run)
 
 
 def contexts_of(first: TrainedRun, text: str | None) -> list[int]:
@@ -114,22 +122,6 @@ def contexts_of(first: TrainedRun, text: str | None) -> list[int]:
     if trained is None:
         raise KinformerError(f"{first.folder}: does not say its training length; give `contexts` 64,128,192,256.")
     return sorted({max(1, 2 * trained * step // STEPS) for step in range(1, STEPS + 1)})
-
-
-def _blocks(
-    names: Sequence[str], held: HeldOut, contexts: Sequence[int], curves: Sequence[Recl], hardest: str
-) -> list[str | TextTable]:
-    steps = [f"{one} to {two}" for one, two in zip(contexts, contexts[1:])]
-    rows = [
-        [name, f"{'at least ' if item.at_least else ''}{item.length}", *(f"{gain:.1%}" for gain in item.gains)]
-        for name, item in zip(names, curves, strict=True)
-    ]
-    headers = ("run", "RECL", *steps)
-    title = (
-        f"relative effective context length on {held.data.name} {held.data.version}, {held.split.name} split: "
-        f"the hardest {hardest} tokens\n"
-    )
-    return [title, TextTable(headers, rows, range(1, len(headers)))]
 
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 32
@@ -204,7 +196,13 @@ def evaluate(
     names = short_names([run.folder for run in runs])
     if options.plot is not None:
         _plot(names, results, Path(options.plot))
-    return EvaluationReport([result.evaluation for result in results], _side_by_side(names, results))
+    together: list[str | TextTable] = []  # the lengths of all runs in one table, and the positions of each
+    if any(result.measurements[1:] or result.skipped for result in results):
+        together += ["", _by_length(names, results)]
+        for name, result in zip(names, results, strict=True):
+            where = f", {name}" if len(names) > 1 else ""
+            together += [f"\nbits per byte by position in the window{where}", _by_position(result)]
+    return EvaluationReport([result.evaluation for result in results], together)
 
 
 def _measure(
@@ -289,17 +287,6 @@ def _facts_of_run(measured: Measurement) -> dict[str, object]:
     values = {name: getattr(measured, name) for name in ("overlap", "tokens", "bits_per_byte", "bits_per_token")}
     by_position = [item._asdict() for item in measured.by_position]
     return {"context": measured.context, "carried": measured.context is None, **values, "by_position": by_position}
-
-
-def _side_by_side(names: Sequence[str], results: Sequence[Measured]) -> list[str | TextTable]:
-    """Return the lengths of all runs in one table, and the positions of each; nothing where no lengths were named."""
-    if not any(result.measurements[1:] or result.skipped for result in results):
-        return []
-    blocks: list[str | TextTable] = ["", _by_length(names, results)]
-    for name, result in zip(names, results, strict=True):
-        where = f", {name}" if len(names) > 1 else ""
-        blocks += [f"\nbits per byte by position in the window{where}", _by_position(result)]
-    return blocks
 
 
 def _by_length(names: Sequence[str], results: Sequence[Measured]) -> TextTable:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, log
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kinformer.core.model import device_of
+from kinformer.core.stack import ModelConfig
 from kinformer.core.state import nbytes
 from kinformer.lab.data.labelled import TextSource
 from kinformer.lab.data.mqar import SPLITS, Recall, RecallRows
@@ -34,16 +35,12 @@ from kinformer.lab.tasks.evaluation import (
     track,
 )
 from kinformer.lab.tasks.next_token import Generated, Sample
+from kinformer.lab.tasks.options import RecallEvaluationOptions
 from kinformer.lab.tasks.task import GenerationSettings, NoOptions, TrainingPlan
 from kinformer.lab.tasks.texts import check_ids
 from kinformer.lab.training.data_module import DataModule
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_LABEL, SHARE, Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
-
-if TYPE_CHECKING:
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.options import RecallEvaluationOptions
-
 
 # Rows of keys and values for a causal model, and the objective of recalling values.
 
@@ -212,7 +209,7 @@ def generate(subject: LoadedRun, prompt: str | bytes, options: GenerationSetting
 
 
 def symbols_of(prompt: str | bytes, symbols: int) -> list[int]:
-    """Return the numbers of a prompt. Errors: ``KinformerError`` for a word other than a number below ``symbols``."""
+    """Return the numbers of a prompt, each below ``symbols``."""
     words = (prompt.decode("utf-8", "replace") if isinstance(prompt, bytes) else prompt).split()
     for word in words:
         if not (word.isdecimal() and int(word) < symbols):

@@ -353,8 +353,7 @@ def ctc_nats(logits: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -
 def decoder_of(
     subject: LoadedRun, symbols: Sequence[str], unit: str, prefixes: int, options: DecodingOptions
 ) -> Callable[[Tensor], list[int]]:
-    """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``.
-    Errors: ``KinformerError`` for a language model whose tokens are not single symbols."""
+    """Return a function from logits [time, classes] to symbols, by number from 1; ``symbols`` are texts of ``unit``."""
     if prefixes == 1:
         return greedy
     beside = subject.language_model
@@ -649,15 +648,12 @@ def predict(
             logits = Listener(subject.model, sound_rate, rate).feed(samples, last=True)
         heard = decode(logits)
         transcript = join_symbols([symbols[symbol - 1] for symbol in heard], unit)
-        row = {"audio": str(file), "text": transcript, "probability": _probability(logits, heard)}
+        # p(transcript | sound): the sum over the paths to the symbols that were heard
+        targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
+        probability = exp(-float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts)))
+        row = {"audio": str(file), "text": transcript, "probability": probability}
         row["sound_seconds"] = len(samples) / sound_rate
         yield Predicted(row, f"{file}\t{transcript}")
-
-
-def _probability(logits: Tensor, heard: list[int]) -> float:
-    """Return p(transcript | sound): the sum over the paths to the symbols ``heard``, of ``logits`` [time, classes]."""
-    targets, counts = torch.tensor([heard or [1]]), torch.tensor([len(heard)])
-    return exp(-float(ctc_nats(logits[None], torch.tensor([len(logits)]), targets, counts)))
 
 
 def sounds(

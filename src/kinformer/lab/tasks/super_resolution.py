@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from math import log
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,14 +44,11 @@ from kinformer.lab.tasks.evaluation import (
     part_of,
 )
 from kinformer.lab.tasks.images import files_in, open_images, png_of
-from kinformer.lab.tasks.options import SuperResolutionOptions
+from kinformer.lab.tasks.options import SuperResolutionGenerationOptions, SuperResolutionOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
 from kinformer.lab.tasks.texts import HeldOut
 from kinformer.lab.training.logging import BITS_PER_DIM
 from kinformer.runtime.errors import KinformerError, plural
-
-if TYPE_CHECKING:
-    from kinformer.lab.tasks.options import SuperResolutionGenerationOptions
 
 
 def open_blocks(source: Source, options: SuperResolutionOptions, cache: Path | None = None) -> ImageData:

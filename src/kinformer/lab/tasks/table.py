@@ -6,7 +6,7 @@ that train together get a run, and so the record of its task, as a pickle: a lam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -621,8 +621,12 @@ def task_for(wanted: str | None, config: ModelConfig, member: str) -> Task:
         return _first([item for item in tasks() if item.takes(config)], member)
     task_ = task(wanted)
     if not task_.takes(config):
+        fitting = ", ".join(item.name for item in tasks() if item.suits(config))
+        reads = "" if config.input.kind == "tokens" else f" that reads {config.input.kind}"
+        what = f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}"
         raise KinformerError(
-            f"`task` {wanted}: {member} is {what_fits(config, tasks())}; choose one, or another member."
+            f"`task` {wanted}: {member} is {what}, whose tasks are {fitting or 'none here'}; choose one, or another "
+            "member."
         )
     return task_
 
@@ -638,16 +642,6 @@ def _first(fitting: list[Task], name: str) -> Task:
     if not fitting:
         raise KinformerError(f"no task takes {name}; the tasks are {', '.join(ALL)}.")
     return fitting[0]
-
-
-def what_fits(config: ModelConfig, candidates: Sequence[Task]) -> str:
-    """Return a description of a model of ``config`` and the tasks for it, for a message."""
-    fitting = ", ".join(task.name for task in candidates if task.suits(config))
-    kind = config.input.kind
-    reads = "" if kind == "tokens" else f" that reads {kind}"
-    return (
-        f"{PROTOCOLS.get(config.protocol, config.protocol.__name__)}{reads}, whose tasks are {fitting or 'none here'}"
-    )
 
 
 def refuse_options(refused: Mapping[str, str], options: DataclassInstance) -> None:

@@ -408,16 +408,14 @@ class Task:
         raise NotImplementedError
 
     def samples(self, run: TrainedRun, model: CausalModel, options: CalibrateOptions) -> Samples:
-        """Return samples of what ``model``, the model of ``run``, writes with early exits and without.
-        Errors: ``KinformerError`` for a task whose models write nothing token by token."""
+        """Return samples of what ``model``, the model of ``run``, writes with early exits and without."""
         raise KinformerError(
             f"{run.folder}: was trained for the task {self.name}, which writes no text; give a run of next-token or "
             "translate, or thresholds by hand, by `set` stack.rule.thresholds."
         )
 
     def embed(self, subject: LoadedRun, source: Any, settings: EmbeddingSettings) -> Iterator[Embedded]:
-        """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order.
-        Errors: ``KinformerError`` for a task whose models read neither text, images nor sound."""
+        """Yield the vectors of the items of ``source`` (a path, "-", or a list), in their order."""
         raise KinformerError(
             f"{subject.run.folder}: is a run of the task {self.name}, which makes no vectors; give one of {EMBEDDING}."
         )

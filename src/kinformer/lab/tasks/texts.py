@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kinformer.core.model import CausalModel, StackedCausalModel, StackedWholeModel, device_of
+from kinformer.core.model import CausalModel, Model, StackedCausalModel, StackedWholeModel, device_of
 from kinformer.core.pattern import Pattern
+from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import Corpus, FileTokenizer, Split, Tokenizer, first_bytes, open_corpus
 from kinformer.lab.data.buckets import STEP_OF_WIDTH, BosEos, lay
 from kinformer.lab.data.files import shared_bytes
@@ -24,28 +25,21 @@ from kinformer.lab.tasks.evaluation import (
     Embedded,
     EmbeddingSettings,
     Evaluation,
+    EvaluationSettings,
     ItemSettings,
     LoadedRun,
+    PredictionSettings,
     TextTable,
     TrainedRun,
     evaluated,
     in_batches,
     input_of,
 )
-from kinformer.lab.tasks.task import Source
+from kinformer.lab.tasks.task import Data, Source, TrainingPlan
 from kinformer.lab.training.logging import Metric
 from kinformer.runtime.errors import KinformerError, choose, plural, require_finite
 from kinformer.runtime.parsing import parse_counts
 from kinformer.runtime.progress import note, note_once
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from kinformer.core.model import Model
-    from kinformer.core.stack import ModelConfig
-    from kinformer.lab.tasks.evaluation import EvaluationSettings, PredictionSettings
-    from kinformer.lab.tasks.task import Data, TrainingPlan
-
 
 SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
@@ -271,8 +265,7 @@ def whole_length(run: TrainedRun, model: Model) -> int:
 
 
 def embed_texts(subject: LoadedRun, source: TextSource, settings: EmbeddingSettings) -> Iterator[Embedded]:
-    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector.
-    Errors: ``KinformerError`` for a run that does not read text, and for a text that is empty or not UTF-8."""
+    """Yield the texts of ``source`` (a file or a folder, "-", or a list) in order, each with its vector."""
     run = subject.run
     if run.tokenizer is None:
         raise KinformerError(f"{run.folder}: its model reads no text; give a run that does.")
@@ -341,8 +334,7 @@ class TextEmbedder(TextReader):
 
 def pooled(hidden_states: Tensor, valid: Tensor, pooling: str) -> Tensor:
     """Return vectors float32 [batch, dim], on the CPU, of ``hidden_states`` [batch, time, dim], whose ``valid`` [batch,
-    time] positions come first.
-    Errors: ``KinformerError`` where a vector is not finite."""
+    time] positions come first."""
     states, counts = hidden_states.float(), valid.sum(1)
     if pooling == "first":
         vectors = states[:, 0]

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from kinformer.core.model import CausalModel, device_of
-from kinformer.core.parts import InputConfig
 from kinformer.core.stack import ModelConfig
 from kinformer.lab.control.acting import (
     MEASURED_SEEDS,
@@ -47,7 +46,7 @@ from kinformer.lab.control.options import (
     TrajectoryOptions,
     targets_of,
 )
-from kinformer.lab.control.trajectories import MADE, Trajectories, TrajectoryData, check_environment, open_data
+from kinformer.lab.control.trajectories import MADE, TrajectoryData, check_environment, open_data
 from kinformer.lab.data.labelled import STDIN
 from kinformer.lab.evaluation.bits import streamable
 from kinformer.lab.tasks.answers import most_probable, spell_classes
@@ -118,7 +117,10 @@ def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object
     }
     if config.input.kind == INPUT:
         changes |= {name: getattr(config.input, name) for name in ("entrance", "timestep")}
-    if image := _image(config.input, trajectories):
+    image: tuple[int, ...] = getattr(config.input, "image", ())
+    if image and len(trajectories.shape) == len(image):
+        image = trajectories.shape
+    if image and prod(image) == trajectories.state_dim:  # states for images, not for numbers
         changes["image"] = list(image)
         changes["convolutions"] = [list(item) for item in part_of(config.input, "convolutions")]
     else:
@@ -128,14 +130,6 @@ def fitted(config: ModelConfig, data: TrajectoryData | None) -> dict[str, object
         return {"input": changes, "head": {"kind": "discrete_actions", "actions": space.n}}
     head = {"kind": "continuous_actions", "action_dim": space.dim, "gaussian": data.options.gaussian}
     return {"input": changes, "head": head | {"low": list(space.low), "high": list(space.high)}}
-
-
-def _image(input: InputConfig, trajectories: Trajectories) -> tuple[int, ...]:
-    """Return channels, height and width of the states that ``input`` takes for images; () for numbers."""
-    image: tuple[int, ...] = getattr(input, "image", ())
-    if image and len(trajectories.shape) == len(image):
-        return trajectories.shape
-    return image if image and prod(image) == trajectories.state_dim else ()
 
 
 def check_plan(plan: TrainingPlan, model: nn.Module) -> None:

@@ -59,6 +59,7 @@ from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
+from kinformer.runtime.plugins import import_extra
 from kinformer.runtime.progress import note, note_once
 
 # The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
@@ -557,17 +558,10 @@ def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
 
     Errors: ``KinformerError`` where the package is missing.
     """
-    try:
-        from sacrebleu.metrics import BLEU as Bleu  # noqa: N811
-        from sacrebleu.metrics import CHRF as Chrf  # noqa: N811
-    except ImportError:
-        raise KinformerError(
-            "BLEU and chrF need the package 'sacrebleu', which is not installed; run "
-            "pip install 'kinformer[translate]'."
-        ) from None
-    bleu, chrf = Bleu(), Chrf()
-    values = [metric.corpus_score(list(translations), [list(references)]).score for metric in (bleu, chrf)]
-    return Scores(*values, *(str(metric.get_signature()) for metric in (bleu, chrf)))
+    library = import_extra("sacrebleu.metrics", "the score of translations", "sacrebleu", "'kinformer[translate]'")
+    metrics = library.BLEU(), library.CHRF()
+    values = [metric.corpus_score(list(translations), [list(references)]).score for metric in metrics]
+    return Scores(*values, *(str(metric.get_signature()) for metric in metrics))
 
 
 def evaluate(

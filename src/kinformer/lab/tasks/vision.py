@@ -352,16 +352,15 @@ class Distillation(ImageClassification):
         heads = logits if logits.dim() == 3 else logits[:, None]
         with torch.no_grad():
             teacher_logits = self.teacher.to(batch.images.device)(batch.images).float()
-        weight = self.options.distillation_weight
-        loss = (1 - weight) * self.loss(heads[:, 0], batch, self.smoothing)
-        return loss + weight * self._distilled(heads[:, -1], teacher_logits), counted(logits.detach(), batch), None
-
-    def _distilled(self, logits: Tensor, teacher_logits: Tensor) -> Tensor:
         if self.options.distillation == "hard":
-            return functional.cross_entropy(logits, teacher_logits.argmax(-1))
-        warmth = self.options.distillation_temperature
-        student, teacher = ((item / warmth).log_softmax(-1) for item in (logits, teacher_logits))
-        return warmth**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+            distilled = functional.cross_entropy(heads[:, -1], teacher_logits.argmax(-1))
+        else:
+            warmth = self.options.distillation_temperature
+            student, teacher = ((item / warmth).log_softmax(-1) for item in (heads[:, -1], teacher_logits))
+            distilled = warmth**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        loss = self.loss(heads[:, 0], batch, self.smoothing)
+        weight = self.options.distillation_weight
+        return (1 - weight) * loss + weight * distilled, counted(logits.detach(), batch), None
 
 
 def class_loss(model: WholeModel, data: DataModule | None) -> ImageClassification:

@@ -140,7 +140,7 @@ class Checkpoints:
 
     def save_sharded(self, checkpoint: Checkpoint, part: Part, group: Group) -> None:
         """Write the first process's ``checkpoint`` and the ``part`` of each of ``group``; all must call together."""
-        from kinformer.lab.training.shards import opened_part
+        from kinformer.lab.training.shards import SHARDS, Shards
 
         place, partial = self.path(checkpoint.step), self._partial(checkpoint.step)
 
@@ -149,7 +149,9 @@ class Checkpoints:
                 return work()
 
         def commit() -> None:
-            self._commit(partial, checkpoint, opened_part(part, digests, partial))
+            sync_folder(partial / SHARDS)
+            written = {name: digest for files in digests for name, digest in files.items()}
+            self._commit(partial, checkpoint, Shards(partial / SHARDS, written, part.aliases))
 
         try:
             group.on_first(lambda: report(lambda: self._make(partial)))

@@ -403,14 +403,6 @@ def _guarded(function: Callable[..., T], arguments: tuple[object, ...]) -> T | K
 # The engines behind a group of processes: DDP, FSDP2 and tensor parallelism, alone or one over the other.
 
 
-def compile_units(model: nn.Module, objective: object, group: Group) -> None:
-    """Compile ``model``: as a whole, or its layers where engines or the ``objective`` look between them."""
-    sharded = group.world > 1 and group.strategy == "fsdp"
-    by_layer = sharded or getattr(objective, "reads_hidden", False)
-    for module in units_of(model) if by_layer else (model,):
-        module.compile()
-
-
 def wrapped(step: ObjectiveModule, group: Group, keeps: bool = False) -> nn.Module:
     """Return ``step`` behind the engine of ``group``; ``keeps``: whether states are carried."""
     check_shared(step, group)

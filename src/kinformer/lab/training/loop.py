@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kinformer.core import state as states
 from kinformer.core.learning import OnlineLearner, Regularized, Resampled, due_for_resampling, regularization_metrics
 from kinformer.core.model import modules_of
+from kinformer.core.stack import units_of
 from kinformer.core.state import State
 from kinformer.lab.data.sampling import mix
 from kinformer.lab.training import schedule
@@ -53,7 +54,6 @@ from kinformer.lab.training.distributed import (
     Interrupt,
     average_gradients,
     check_divided,
-    compile_units,
     wrapped,
 )
 from kinformer.lab.training.layouts import UNDIVIDED
@@ -461,7 +461,10 @@ class Trainer:
                     carried.load(states, model.initial_state(1), group)  # type: ignore[operator]
         data.begin(self.model, saved.files.get("rows", {}) if saved else {})
         if settings.compile:
-            compile_units(self.model, objective, group)
+            # By layers where engines or the objective look between them, else as a whole.
+            by_layer = (group.world > 1 and group.strategy == "fsdp") or getattr(objective, "reads_hidden", False)
+            for module in units_of(self.model) if by_layer else (self.model,):
+                module.compile()
         undivided = self.model.initial_state(1) if group.tensor > 1 and data.carries else None  # type: ignore[operator]
         self.regularized, self.engine = whole.regularized, wrapped(whole, group, data.carries)
         self.layouts = self.storage.layouts = whole.layouts

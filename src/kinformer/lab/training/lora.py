@@ -30,10 +30,7 @@ class LowRank(nn.Linear):
 
 
 def add_updates(model: nn.Module, rank: int) -> None:
-    """Give every product in the layers of ``model`` an update of ``rank``, and freeze all other weights.
-
-    Errors: ``KinformerError`` for a model without products in its layers, and for a rank above all widths.
-    """
+    """Give every product in the layers of ``model`` an update of ``rank``, and freeze all other weights."""
     model.requires_grad_(False)
     inner = [module for name, module in model.named_modules() if "layers." in name and isinstance(module, nn.Linear)]
     products = [module for module in inner if type(module).forward is nn.Linear.forward]

@@ -56,10 +56,7 @@ class Stage:
 
 
 def stages_of(settings: Settings) -> list[Stage]:
-    """Return the stages of a run with ``settings``; a run without any is one stage.
-
-    Errors: ``KinformerError`` where the run ends before its last stage begins.
-    """
+    """Return the stages of a run with ``settings``; a run without any is one stage."""
     entries: Sequence[JsonObject] = settings.stages or ({},)
     begins = [sum(entry["steps"] for entry in entries[:number]) for number in range(len(entries))]
     if settings.steps is not None and len(entries) > 1 and begins[-1] >= settings.steps:

@@ -30,10 +30,7 @@ _EXAMPLE = '`set` training.stages=\'[{"steps": 900, "length": 128}, {}]\''
 
 
 def checked_stages(stages: object) -> tuple[JsonObject, ...] | None:
-    """Return ``stages`` as tables of known names and types; None for None.
-
-    Errors: ``KinformerError`` for anything else, and for stages that lack a setting, or have the run's own.
-    """
+    """Return ``stages`` as tables of known names and types; None for None."""
     if stages is None:
         return None
     if isinstance(stages, str | Mapping) or not isinstance(stages, Sequence):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded, local_part
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.files import reading, require_file, sha256_of, sync_folder, write_tensors
+from kinformer.runtime.files import reading, require_file, sha256_of, write_tensors
 from kinformer.runtime.parsing import JsonObject, parse_json
 
 SHARDS = "shards"
@@ -138,12 +138,6 @@ def part_of(tensors: Mapping[str, Tensor], group: Group) -> Part:
 def staged(tensor: Tensor) -> Tensor:
     """Return a copy of ``tensor`` in this process's memory."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def opened_part(part: Part, digests: list[dict[str, str]], folder: Path) -> Shards:
-    """Return the shards that processes have written into ``folder``/shards, flushed to the disk."""
-    sync_folder(folder / SHARDS)
-    return Shards(folder / SHARDS, {name: digest for files in digests for name, digest in files.items()}, part.aliases)
 
 
 def open_shards(folder: Path, plan: JsonObject) -> Shards:

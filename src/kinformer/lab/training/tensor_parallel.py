@@ -66,10 +66,8 @@ class Division:
 
 
 def divide(model: Any, part: int, parts: int) -> Division:
-    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place.
-
-    Errors: ``KinformerError``, in one sentence, where a part of the model cannot be divided; it is then unchanged.
-    """
+    """Make ``model``, a decoder, an encoder or both in one, part number ``part`` of ``parts`` of itself, in place. A
+    model that cannot be divided stays unchanged."""
     replaced = _replacements(model, parts)
     whole = _tensors(model)
     blocks = {name: getattr(module, "blocks", ()) for name, module in model.named_modules()}
@@ -94,7 +92,7 @@ def divide(model: Any, part: int, parts: int) -> Division:
 
 def _stacks(model: Any) -> list[tuple[str, Stack, Any, Sequence[int]]]:
     """Return the stacks of a decoder, of an encoder, or of both in one model: the place in the model, the stack, the
-    config of its layers, and the width of each layer. Errors: ``KinformerError`` for other models."""
+    config of its layers, and the width of each layer."""
     places = {"decoder": ("",), "encoder": ("",), "encoder_decoder": ("", "encoder")}
     kind, stacks = str(getattr(model.config, "kind", "")), []
     for place in places.get(kind, ()):
