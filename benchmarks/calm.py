@@ -22,12 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import binom
 
 from common import Contestant, arguments, interleave, kinformer, prepare, save, sets, show
 from kinformer.generation.generate import generate
 from kinformer.generation.weights import pack
 from kinformer.lab.calibration.options import CalibrateOptions
-from kinformer.lab.calibration.risk import at_threshold, upper_bound
+from kinformer.lab.calibration.risk import at_threshold
 from kinformer.lab.data import Split
 from kinformer.lab.evaluation.depths import noting_exits, with_rule
 from kinformer.lab.runs.run import Run, open_run
@@ -71,6 +72,18 @@ def calibrated(options: argparse.Namespace, folder: Path, consistency: str) -> d
     samples = ("--prompts", options.prompts, "--prompt-tokens", PROMPT, "--new-tokens", NEW)
     told = kinformer("calibrate", folder, *bound, *samples, "--threads", torch.get_num_threads())
     return {name: value for name, value in told.items() if name not in ("run", "seconds")}
+
+
+def upper_bound(losses: np.ndarray, confidence: float) -> float:
+    """An upper bound on the expected loss, from independent ``losses`` in [0, 1], which it exceeds with a probability
+    of at most 1 - confidence: the largest r with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence (Bentkus 2004).
+    """
+    total, low, high = np.ceil(losses.sum() - 1e-9), float(losses.mean()), 1.0
+    for _ in range(60):  # bisection, to below the resolution of float64
+        middle = (low + high) / 2
+        holds = np.e * binom.cdf(total, len(losses), middle) > 1 - confidence
+        low, high = (middle, high) if holds else (low, middle)
+    return high
 
 
 def on_unseen(options: argparse.Namespace, run: Run, model: Any, consistency: Any, threshold: float) -> Any:

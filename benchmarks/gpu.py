@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                # on a machine with a CUDA device; writes results/gpu.json
     python benchmarks/gpu.py --parts kernels patterns       # only these, into what the result file has already
+    python benchmarks/gpu.py --parts generation members training distances --seconds 120    # less than nine minutes
     TRITON_INTERPRET=1 python benchmarks/gpu.py --quick     # tiny shapes, Triton's interpreter where there is no GPU
 
     floor        the fastest product and copy of this GPU
@@ -9,9 +10,10 @@
     peers        the same in bfloat16 beside fla's kernels, where installed
     patterns     forward and backward of softmax attention: tiles of ours, FlexAttention, dense SDPA
     distances    forward and backward of softmax attention with tables by distance: our tiles, our kernel in Triton
-    training     a step of the recipe benchmark in fp32 and under bf16 autocast, beside x-transformers and GPT-2
-    generation   one more token in Python, and replayed from a CUDA graph where the state is constant
-    members      a training step of every causal member of text under bf16 autocast, its memory, a token
+    training     a step of the recipe benchmark in fp32 and under bf16 autocast, beside x-transformers and GPT-2, and of
+                 gpt compiled, also by ``mode="reduce-overhead"``, whose passes are CUDA graphs
+    generation   one more token of a session, its draw included, in Python and from a CUDA graph
+    members      a training step of every causal member of text under bf16 autocast, its memory, a token both ways
     comparison   `kinformer compare` of three members, bf16-mixed
 
 Every kernel must first give the values and gradients of its reference for a short text. A part that fails says why, and
@@ -40,7 +42,7 @@ from causal_members import causal_members
 from common import RESULTS, Contestant, arguments, gate_equal, gate_learning, interleave, peer, prepare, save, show
 from common import kinformer as kinformer_command
 from kinformer.core.parts import Relative
-from kinformer.core.state import nbytes
+from kinformer.generation.session import Session
 from kinformer.kernels.attention import Scoring, Visibility, attention
 from kinformer.kernels.delta import DeltaTokens, delta_rule, delta_steps
 from kinformer.kernels.linear import LinearState, linear_attention
@@ -53,8 +55,9 @@ RULES = ("sums", "decayed sums", "gated delta", "sums by channel", "delta by cha
 chosen = list(RULES)
 """The rules that kernels and peers are timed for."""
 MEMBERS = ("gpt", "linear-transformer", "fast-weights", "gated-deltanet", "local")
-CONSTANT = ("linear-transformer", "fast-weights", "gated-deltanet")
+STEPPED = ("gpt", "local", "linear-transformer", "fast-weights", "gated-deltanet", "rwkv7")
 COMPARED = ("gpt", "linear-transformer", "gated-deltanet")
+WAYS = ("in Python", "recorded")
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
@@ -270,6 +273,15 @@ def training(device: str, quick: bool, rounds: int) -> Rows:
         for name, seconds in timed(dict(steps), rounds).items():
             row = {"model": name, "bf16": bf16, "batch": batch, "length": length, "seconds": seconds}
             yield row | {"tokens_per_second": batch * length / seconds}
+    for mode in ("default", "reduce-overhead"):
+        model = kinformer.build("gpt", recipe="tiny" if quick else "benchmark", vocab_size=256).to(device)
+        begun = time.monotonic()
+        step = step_of(torch.compile(model, mode=mode), window, bf16=not quick)
+        gate_learning(f"gpt, {mode}", [step() for _ in range(3)])
+        row = {"model": f"gpt compiled, {mode}", "bf16": not quick, "batch": batch, "length": length}
+        row["first_seconds"] = time.monotonic() - begun
+        seconds = timed({"step": step}, rounds)["step"]
+        yield row | {"seconds": seconds, "tokens_per_second": batch * length / seconds}
 
 
 def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]:
@@ -294,60 +306,35 @@ def step_of(model: nn.Module, window: Tensor, bf16: bool) -> Callable[[], float]
 
 def generation(device: str, quick: bool, rounds: int) -> Rows:
     """Rows of steps of one token, batch 1 and 64: in Python, and as a CUDA graph."""
-    for member in CONSTANT:
+    for member in STEPPED[:3] if quick else STEPPED:
         model = kinformer.build(member, recipe="tiny" if quick else "benchmark", vocab_size=256).to(device).eval()
         for batch in (1,) if quick else (1, 64):
-            with torch.inference_mode():
-                prompt = torch.randint(256, (batch, 16), device=device)
-                ways: dict[str, Callable[[], Any]] = {"in Python": in_python(model, prompt)}
-                if device == "cuda":
-                    ways["CUDA graph"] = replayed(model, prompt)
-                    gate_equal(f"{member}, CUDA graph", ways["CUDA graph"](), ways["in Python"](), 1e-3)
-                row = {"member": member, "batch": batch, "seconds": timed(ways, rounds)}
-            yield row
+            prompt = torch.randint(256, (batch, 64), device=device)
+            yield {"member": member, "batch": batch} | token_of(model, prompt, rounds)
 
 
-def in_python(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
-    """One more token after ``prompt`` [batch, time], with the logits [batch, 1, vocab] as result."""
-    _, state = model(prompt)
-    token = prompt[:, -1:]
+def token_of(model: nn.Module, prompt: Tensor, rounds: int) -> dict[str, Any]:
+    """Seconds of one more token of a session after ``prompt`` [batch, time], and how its recorded steps are made."""
+    options: dict[str, Any] = {"temperature": 0.0, "room": 256}
+    sessions = {way: Session(model, len(prompt), recorded=way == "recorded", **options) for way in WAYS}
+    drawn = []
+    for session in sessions.values():
+        session.feed(prompt)
+        drawn.append(torch.stack([session.step() for _ in range(8)]))
+    gate_equal("tokens of recorded steps", drawn[1], drawn[0], 0.0)
+    running = sessions["recorded"]._stepping.running
 
-    def step() -> Tensor:
-        logits: Tensor = model(token, state)[0]
+    def step(session: Session) -> None:
+        session.step()
         finished()
-        return logits
 
-    return step
-
-
-def replayed(model: nn.Module, prompt: Tensor) -> Callable[[], Tensor]:
-    """The same from a CUDA graph, whose state stays where it was captured."""
-    _, state = model(prompt)
-    token = prompt[:, -1:].clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is allocated at the first call is so before the capture
-        for _ in range(3):
-            model(token, state)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits, after = model(token, state)
-    assert nbytes(after) == nbytes(state)
-    read = token, state, after  # the graph knows their addresses alone
-
-    def step() -> Tensor:
-        assert read
-        graph.replay()
-        finished()
-        return logits
-
-    return step
+    seconds = timed({way: partial(step, session) for way, session in sessions.items()}, rounds)
+    return {"steps": type(running).__name__ if running else "in Python", "seconds": seconds}
 
 
 def members(device: str, quick: bool, rounds: int) -> Rows:
     """A row for every causal member: the recipe benchmark, a training step under bf16 autocast, its highest memory,
-    and one more token of one sequence in Python."""
+    and one more token of one sequence."""
     batch, length = (2, 32) if quick else (16, 1024)
     window = torch.randint(256, (batch, length + 1), device=device)
     for name in causal_members()[: 2 if quick else None]:
@@ -360,15 +347,15 @@ def members(device: str, quick: bool, rounds: int) -> Rows:
             gate_learning(name, [step() for _ in range(3)])
             row["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else None
             row["seconds"] = {"a step": timed({"step": step}, min(rounds, 5))["step"]}
-            with torch.inference_mode():
-                token = in_python(model.eval(), window[:1, :128])
-                row["seconds"]["a token"] = timed({"token": token}, min(rounds, 10))["token"]
             row["tokens_per_second"] = batch * length / row["seconds"]["a step"]
-            del model, step, token
+            token = token_of(model.eval(), window[:1, :64], min(rounds, 10))
+            row["steps"] = token["steps"]
+            row["seconds"] |= {f"a token {way}": seconds for way, seconds in token["seconds"].items()}
+            del model, step
         except (RuntimeError, SystemExit, ValueError) as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             print(f"{name}: {row['error']}", flush=True)
-            row["seconds"] = {}
+            row.setdefault("seconds", {})
         yield row
 
 

@@ -22,16 +22,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common import arguments, peer, prepare, save, show
 from kinformer.family.build import configure
+from kinformer.generation import weights
 from kinformer.generation.session import Session
-from kinformer.generation.weights import as_weights, pack
+from kinformer.generation.weights import NarrowWeight, PackedLinear, as_weights, pack
 from kinformer.interop.writing import form_of, settings_of, write_model
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -41,6 +44,8 @@ FORMS = {"fp32": "F32", "bf16": "BF16", "int8": "Q8_0"}
 PROMPT, FEW, BATCH, LONG = 8, 8, 8, 512
 """Tokens of a prompt, tokens whose time is taken off, rows of a batch, tokens of a long prompt."""
 CONTEXTS = (1024, 8192, 65536)
+ROWS = (16, 64, 96, 128, 192)
+"""Rows of a product, in C and by PyTorch."""
 
 
 def llama(shape: str, member: str = "rope") -> nn.Module:
@@ -137,24 +142,38 @@ def measure(library: Any, shape: str, tokens: int, rounds: int) -> list[dict[str
             same = sum(a == b for x, y in zip(mine, equal, strict=True) for a, b in zip(x, y, strict=True))
             if name == "fp32" and same < len(asked) * tokens:
                 raise SystemExit(f"{shape}: {same} of {len(asked) * tokens} tokens are equal; not timed.")
-            session = Session(ours[name], len(asked), temperature=0, room=(rounds + 3) * tokens)
-            session.feed(torch.tensor(asked))
-            draw_steps(session, FEW)
 
-            def of_llama(other: LlamaCpp = other, asked: Any = asked) -> float:
-                most = used(lambda: other.draw(asked, FEW + tokens))
-                return (most - used(lambda: other.draw(asked, FEW))) / tokens
+            def drawing(way: Callable[[int], object]) -> float:
+                return (used(lambda: way(FEW + tokens)) - used(lambda: way(FEW))) / tokens
 
-            def of_session(session: Session = session) -> float:
-                return used(lambda: draw_steps(session, tokens)) / tokens
-
-            ways |= {f"llama.cpp {FORMS[name]}": of_llama, name: of_session}
+            theirs_way, our_way = partial(other.draw, asked), partial(draw, ours[name], asked)
+            ways |= {f"llama.cpp {FORMS[name]}": partial(drawing, theirs_way), name: partial(drawing, our_way)}
         rows += compare(shape, case, in_turns(ways, rounds))
     ways = {}
     for name, other in theirs.items():
         ways[f"llama.cpp {FORMS[name]}"] = lambda other=other: used(lambda: other.draw(text, 1))
         ways[name] = lambda name=name: used(lambda: draw(narrow[name], text, 1))
     return rows + compare(shape, f"a prompt of {LONG}", in_turns(ways, rounds))
+
+
+def measure_products(shape: str, rounds: int) -> list[dict[str, Any]]:
+    """Microseconds of a product of some rows in C, and by PyTorch with the weights unpacked for it."""
+    _, dim, _, hidden, _ = SHAPES[shape]
+    weight, results = torch.randn(2 * hidden, dim), []
+    for name in FORMS:
+        narrow = None if name == "fp32" else NarrowWeight.of(weight, 8 if name == "int8" else 16)
+        product = PackedLinear(nn.Linear(dim, 2 * hidden, bias=False)) if narrow is None else narrow.product
+        for rows in ROWS:
+            x = torch.randn(rows, dim).to(torch.float32 if narrow is None else torch.bfloat16)
+
+            def work(few: int, product: Callable[[Tensor], Tensor] = product, x: Tensor = x) -> float:
+                with torch.inference_mode(), patch.object(weights, "FEW", few):
+                    return used(lambda: product(x)) * 1000
+
+            taken = in_turns({"us": partial(work, rows), "pytorch_us": partial(work, 0)}, rounds)
+            results.append({"shape": shape, "weights": name, "rows": rows} | taken)
+            print(*results[-1].values(), flush=True)
+    return results
 
 
 def draw_steps(session: Session, count: int) -> None:
@@ -218,9 +237,10 @@ def main() -> None:
         save(options, "llama_cpp_long", facts | {"rows": rows})
         return
     counts = {"small": 8, "base": 4} if options.quick else {"small": 32, "base": 12}
+    products = [row for shape in options.shapes for row in measure_products(shape, rounds)]
     rows = [row for shape in options.shapes for row in measure(library, shape, counts[shape], rounds)]
     show("beside llama.cpp, ms", list(rows[0]), [list(row.values()) for row in rows])
-    save(options, "llama_cpp", facts | {"rows": rows})
+    save(options, "llama_cpp", facts | {"rows": rows, "products": products})
 
 
 if __name__ == "__main__":

@@ -76,12 +76,13 @@ def recorded(model: nn.Module, tokens: Tensor, length: int) -> Step:
     state = reserve(state_after(model, tokens, length - 1), tokens.shape[1])
     with torch.inference_mode(), trusted_arguments():  # as a session makes its steps
         _, state = logits_after(model, tokens[:, length - 1 : length], state)  # lays the buffers out
-        running = record(model, tokens[:, length : length + 1], state).begin(state)
+        recording = record(model, tokens[:, length : length + 1], state)
+        running = recording.begin(state)
     assert running is not None
 
     def step(token: Tensor) -> Tensor:
         with torch.inference_mode():
-            return running.step(token)
+            return running.outputs(token)[0]
 
     return step
 

@@ -41,12 +41,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What is loaded while tests are collected stays, and is not searched for garbage, then or later."""
+    """What is loaded while tests are collected stays, and is not searched for garbage, then or later. What tests load
+    (a compiler, exporters) mostly stays as well, and is searched a tenth as often as in other processes."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10 * gc.get_threshold()[0])
         gc.enable()
 
 

@@ -1,6 +1,7 @@
 """A member whose head looks things up (spalm), from the command line: trained, resumed, measured, generated with."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -129,6 +130,9 @@ def test_looks_into_lists_where_there_are_some(cli, text_file, gpt_run, store, t
     done(cli, "index", gpt_run, "--datastore", store, "--approximate", "--lists", 20)
     _, err = done(cli, *train(text_file, tmp_path / "run", store, gpt_run))
     assert err.count("neighbours of every token are looked up approximately, in 8 of the datastore's lists") == 1
+    assert re.search(r"as many: [\d,]+ tokens, about [\d.]+ minutes", err), (
+        "it says how long that takes before it begins"
+    )
     assert open_run(tmp_path / "run").data["retrieval"]["probes"] == 8
     assert "keeps its settings" in refused(cli, "train", "spalm", "--out", tmp_path / "run", "--resume", "--probes", 0)
 

@@ -51,6 +51,18 @@ def test_time_that_is_over_is_told_before_training(cli, tmp_path, text_file, mon
     assert code == 2 and "--total-minutes 1: is over before the first round of steps" in err
 
 
+def test_no_run_is_opened_and_no_step_made_after_the_time(cli, tmp_path, text_file, monkeypatch, cheap):
+    """On a busy machine the time can end while runs are opened."""
+    monkeypatch.setattr(budget, "create_run", lambda *arguments: pytest.fail("a run was opened"))
+    short = [*FLAGS[:-4], "--total-minutes", "1e-6", *FLAGS[-4:]]
+    del short[short.index("--total-minutes") : short.index("--total-minutes") + 2]
+    code, _, err = cli("compare", "rope", "gla", "--data", text_file, *short, "--out", tmp_path)
+    assert code == 2 and "--total-minutes 1e-06: is over before the first round of steps" in err
+    slow = SimpleNamespace(make=lambda steps: pytest.fail("a step was made"), contestant=None)
+    with pytest.raises(budget.KinformerError, match="is over before the first round"):
+        Turns([slow], CompareOptions(total_minutes=1.0), budget.time.monotonic() - 1, 0.0)
+
+
 class Clock:
     """A clock that stands still but for the steps and validations of members."""
 

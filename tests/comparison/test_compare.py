@@ -129,7 +129,8 @@ def test_the_default_comparison_is_of_text():
     members, chosen = planned((), CompareOptions())
     assert members == USES["text"]["members"] and (chosen.for_, chosen.total_minutes) == ("text", 20.0)
     assert int(chosen.set["local:layers.*.mixer.pattern.window"]) < (chosen.length or USUAL_LENGTH)
-    assert planned(("gpt",), CompareOptions()) == (("gpt",), CompareOptions())
+    assert planned(("gpt",), CompareOptions()) == (("gpt",), CompareOptions(total_minutes=20.0))
+    assert planned(("gpt",), CompareOptions(sweep=3))[1].total_minutes is None
     _, other = planned((), CompareOptions(steps=5, seeds=4, set={"dropout": "0"}))
     assert (other.steps, other.total_minutes, other.seeds) == (5, None, 4)
     assert other.set["dropout"] == "0" and len(other.set) == 2

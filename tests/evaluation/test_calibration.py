@@ -13,7 +13,6 @@ from kinformer.lab.calibration.risk import (
     grid,
     p_value,
     samples_needed,
-    upper_bound,
 )
 
 
@@ -86,11 +85,3 @@ def test_dissimilarity_of_sequences_of_unlike_length_is_by_the_f_measure():
     left, right = [[1, 2, 3], [], [4], []], [[2, 3, 4, 5], [7], [4], []]
     assert np.allclose(dissimilarity(left, right), [1 - 2 * 2 / 7, 1, 0, 0])
     assert np.allclose(dissimilarity(right, left), dissimilarity(left, right))
-
-
-def test_the_upper_bound_is_bentkus():
-    """Without a loss in n samples the bound r has e (1 - r)^n = 1 - confidence."""
-    assert upper_bound(np.zeros(200), 0.95) == pytest.approx(1 - exp((log(0.05) - 1) / 200), abs=1e-9)
-    losses = np.array([1.0] * 3 + [0.0] * 97)
-    assert 0.03 < upper_bound(losses, 0.9) < upper_bound(losses, 0.99) < 0.2
-    assert upper_bound(np.ones(10), 0.95) == 1.0

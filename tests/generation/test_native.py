@@ -1,13 +1,17 @@
 """The operators in C compute what PyTorch's do, alone and in recorded steps."""
 
 import copy
+import os
 
 import pytest
 import torch
 from torch.nn import functional
 
 import kinformer
+from kinformer.generation import native
+from kinformer.generation.fusing import Fusion
 from kinformer.generation.native import NONE, attend, is_native, pack, product, unpack
+from kinformer.generation.recording import Call, Ref, Tape, compile_calls, simplify
 from kinformer.generation.session import Session
 from kinformer.generation.weights import as_weights
 from kinformer.generation.weights import pack as packed
@@ -24,28 +28,66 @@ def test_packed_weights_are_unpacked(rows, columns, dtype):
     assert torch.equal(unpack(pack(matrix), rows, columns), matrix)
 
 
+def recorded(step, *inputs):
+    """Return the results of ``step`` of ``inputs``, recorded and run in C."""
+    tape = Tape(inputs)
+    with torch.inference_mode(), tape:
+        outputs = step(*inputs)
+    refs = list(map(tape.ref, outputs))
+    calls, captured, refs = simplify(tape.calls, [tape], refs)
+    assert {call.operator._schema.name for call in calls} <= {"kinformer_step::chain", "aten::as_strided"}
+    return compile_calls(calls, len(inputs), len(captured), refs)(*inputs, *captured)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("joined", ["", "norm", "gated", "residual", "bias"])
+@pytest.mark.parametrize(
+    "joined", ["", "rms norm", "layer norm", "bare norm", "gelu", "gelu tanh", "silu", "gelu gated", "residual", "bias"]
+)
 @pytest.mark.parametrize("rows", [0, 1, 3, 9])
 def test_a_product_with_what_stands_around_it(dtype, kind, joined, rows):
     out, columns = 71, 301
     matrix = torch.randn(out, columns).mul(40).to(kind)
     scales = torch.rand(out).bfloat16() if kind == torch.int8 else NONE
-    x = torch.randn(rows, 1, columns * (2 if joined == "gated" else 1), dtype=dtype)
-    norm, bias, residual = torch.randn(columns, dtype=dtype), torch.randn(out), torch.randn(rows, 1, out, dtype=dtype)
-    wide, weight = x.double(), matrix.double() * (scales.double()[:, None] if kind == torch.int8 else 1)
-    if joined == "gated":
-        wide = functional.silu(wide[..., :columns]) * wide[..., columns:]
-    if joined == "norm":
-        wide = functional.rms_norm(wide, (columns,), norm.double(), 1e-5)
-    expected = wide @ weight.T + (bias if joined == "bias" else 0) + (residual if joined == "residual" else 0)
-    given = [norm if joined == "norm" else NONE, 1e-5, joined == "gated"]
-    some = [bias if joined == "bias" else NONE, residual if joined == "residual" else NONE]
-    y = product(x, pack(matrix), out, scales, *some, *given)
+    x = torch.randn(rows, 1, columns * (2 if "gated" in joined else 1), dtype=dtype).mul(3).add(1)
+    factor, shift, residual = torch.randn(columns), torch.randn(columns), torch.randn(rows, 1, out)
+    bias = torch.randn(out) if joined == "bias" else NONE
+    weight = matrix.double() * (scales.double()[:, None] if kind == torch.int8 else 1)
+    packed_matrix = pack(matrix)
+
+    def before(x):
+        some = (factor.to(x.dtype), shift.to(x.dtype))
+        if "gated" in joined:
+            a, b = x.chunk(2, -1)
+            return functional.gelu(a) * b
+        if "norm" in joined:
+            if joined == "rms norm":
+                return functional.rms_norm(x, (columns,), some[0], 1e-5)
+            return functional.layer_norm(x, (columns,), *((None, None) if joined == "bare norm" else some))
+        if joined == "silu":
+            return functional.silu(x)
+        return functional.gelu(x, approximate="tanh" if "tanh" in joined else "none") if "gelu" in joined else x
+
+    def step(x, residual):
+        y = product(before(x), packed_matrix, out, scales, bias)
+        return (y + residual if joined == "residual" else y,)
+
+    expected = before(x.double()) @ weight.T + (bias if joined == "bias" else 0)
+    expected = expected + (residual if joined == "residual" else 0)
+    (y,) = recorded(step, x, residual.to(dtype))
     assert y.dtype == dtype and y.shape == (rows, 1, out)
     limit = max(EXACT[dtype], 2e-4 if kind == torch.int8 else 0) * (float(expected.abs().max()) if rows else 1)
     torch.testing.assert_close(y.double(), expected, atol=limit, rtol=0)
+
+
+def attended(*arguments):
+    """Return the attention of one query by the operator in C."""
+    tensors = list(arguments[:7])
+    q, v = tensors[0], tensors[2]
+    results = [*tensors, q.new_empty(*q.shape[:3], v.shape[3])]
+    call = Call(attend, (*map(Ref, range(7)), *arguments[7:]), (7,))
+    calls = Fusion([call], [Ref(7)], results, captured := []).calls()
+    return compile_calls(calls, 7, len(captured), [Ref(7)])(*tensors, *captured)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,7 +116,7 @@ def test_attention_of_one_query_fills_the_last_slot(dtype, pairs, heads, groups,
     )
     scores = 0.3 * turn(q).unflatten(1, (groups, -1)).squeeze(3) @ all_keys.mT
     expected = (scores.softmax(-1) @ all_values.double()).flatten(1, 2)[:, :, None]
-    y = attend(q, k, v, cos, sin, keys, values, 0.3, bool(pairs))
+    y = attended(q, k, v, cos, sin, keys, values, 0.3, bool(pairs))
     torch.testing.assert_close(y.double(), expected, atol=3 * EXACT[dtype], rtol=0)
     torch.testing.assert_close(keys.double(), all_keys, atol=2 * EXACT[dtype], rtol=EXACT[dtype])
     assert torch.equal(values[:, :, -1:], v)
@@ -113,17 +155,35 @@ def test_recorded_steps_run_in_c_and_are_near_float64(weights, limit, batch, cha
     largest = float(expected.abs().max())
     torch.testing.assert_close(session._logits.double(), expected, atol=limit * largest, rtol=0)
     names = operators(session)
-    assert names.count("kinformer_step::attend") == len(model.stack.layers)
+    assert names.count("kinformer_step::chain") == 1
     assert not {"aten::rms_norm", "aten::silu", "aten::scaled_dot_product_attention", "aten::cat"} & set(names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_with_room_for_many_slots_are_recorded(dtype):
-    """PyTorch's kernel and ours take the same time at some length; a recorded step runs in C at every length."""
+@pytest.mark.parametrize("more", ["slots", "rows"])
+def test_steps_of_many_slots_and_rows_are_recorded(dtype, more):
+    """PyTorch's kernel and ours take the same time at some size; a recorded step runs in C at every size."""
     model = packed(kinformer.build("rope", recipe="tiny").eval().to(dtype))
-    room = attention.TABLE["other"].few_keys // model.config.dim + 64
-    session = Session(model, 1, temperature=0, room=room)
-    session.feed(torch.randint(model.vocab_size, (1, 9)))
+    table = attention.TABLE["other"]
+    room, batch = (table.few_keys // model.config.dim + 64, 1) if more == "slots" else (64, table.few_heads)
+    session = Session(model, batch, temperature=0, room=room)
+    session.feed(torch.randint(model.vocab_size, (batch, 9)))
     for _ in range(4):
         session.step()
-    assert operators(session).count("kinformer_step::attend") == len(model.stack.layers)
+    names = operators(session)
+    assert names.count("kinformer_step::chain") == 1
+    assert not {"aten::gelu", "aten::scaled_dot_product_attention", "aten::matmul"} & set(names)
+
+
+def test_a_compilation_that_fails_is_not_tried_again(monkeypatch, tmp_path):
+    compiler, tries = tmp_path / "cc", tmp_path / "tries"
+    compiler.write_text(f"#!/bin/sh\necho >> {tries}\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert not native._registered.__wrapped__()
+    assert tries.read_text().count("\n") == 1
+    os.utime(compiler, (0, 0))  # another compiler of the name
+    assert not native._registered.__wrapped__()
+    assert tries.read_text().count("\n") == 2

@@ -117,11 +117,12 @@ def test_the_logits_are_near_the_models_own(name):
 @pytest.mark.parametrize("name", MEMBERS)
 def test_chunks_and_recorded_steps_are_alike(name):
     _, ours = twins(name, **{"input.vocab_size": 40})
-    tokens = torch.randint(40, (2, FEW + 8))
+    many = FEW // 2 + 5  # tokens of each of two rows
+    tokens = torch.randint(40, (2, many + 3))
     with torch.no_grad():
         whole, after = ours(tokens)
-        first, middle = ours(tokens[:, : FEW + 5])
-        last, end = ours(tokens[:, FEW + 5 :], middle)
+        first, middle = ours(tokens[:, :many])
+        last, end = ours(tokens[:, many:], middle)
     torch.testing.assert_close(torch.cat([first, last], 1), whole, atol=BOUND * float(whole.abs().max()), rtol=0)
     assert difference(after, end) < BOUND * 10
     recorded, plain = (Session(ours, 2, temperature=0, room=64, recorded=flag) for flag in (True, False))

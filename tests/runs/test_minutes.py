@@ -156,6 +156,7 @@ def test_rows_are_as_long_as_the_data_and_positions_follow(tmp_path: Path) -> No
     given = ["bert", "--task", "classify", "--data", str(table), "--minutes", "0.02"]
     run = stopped(*given, "--out", str(tmp_path / "texts"))
     assert run.training["length"] == 152 == run.config.position.max_length and run.config.dim == 32
+    assert run.config.dropout == run.config.layers[0].dropout == 0.1
     run = stopped(*given, "--out", str(tmp_path / "short"), "--length", "24")
     assert run.training["length"] == 24
 

@@ -66,6 +66,27 @@ def test_the_label_of_a_causal_row_stands_at_its_last_token(labelled):
     assert (batch.labels != IGNORED).sum() == 3
 
 
+def test_a_step_leaves_tokens_out_anew_and_a_validation_none(labelled):
+    """Rows keep their order and their ends, and do not depend on the number of processes."""
+    data = open_labelled(str(labelled))
+    settings = classify.Settings(batch_size=8, length=16, steps=1, validation_tokens=32)
+    whole, some = (classify.Labels(data, settings, BosEos(300, 301), left_out=share) for share in (0.0, 0.4))
+    stayed = 0
+    for step in range(20):
+        full, batch = whole.batch(step, 0, 1), some.batch(step, 0, 1)
+        halves = [some.batch(step, rank, 2).tokens for rank in (0, 1)]
+        assert torch.equal(torch.cat(halves), batch.tokens) and torch.equal(batch.labels, full.labels)
+        for row in range(8):
+            text, rest = full.tokens[row][full.valid[row]].tolist(), batch.tokens[row][batch.valid[row]].tolist()
+            assert (rest[0], rest[-1]) == (300, 301) and not batch.tokens[row][~batch.valid[row]].any()
+            letters = iter(text)
+            assert all(token in letters for token in rest)
+            stayed += (len(rest) - 2) / (len(text) - 2) / 160
+    assert 0.55 < stayed < 0.65
+    held_out = zip(whole.validation(0, 1), some.validation(0, 1), strict=True)
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in held_out)
+
+
 def test_a_causal_member_passes_the_battery_of_tasks(labelled):
     report = verify_task(
         lambda: TASK,
@@ -104,6 +125,23 @@ def test_the_last_line_says_that_a_simple_rule_is_ahead(cli, labelled, tmp_path)
     assert code == 0 and lines[0].endswith("test split; character n-grams win with 100.0%")
     assert "is not better than character n-grams" in lines[-1]
     assert kinformer.evaluate(run).baselines["character_ngrams"] == 1.0
+
+
+def test_enough_text_brings_a_vocabulary_of_its_own(labelled, tmp_path):
+    """Examples of 200 kB are read as 2,000 tokens, few examples as bytes."""
+    draw, path = random.Random(1), tmp_path / "words.csv"
+    words = [["".join(draw.choices("abcdefghij", k=7)) for _ in range(1500)] for _ in range(2)]
+    rows = [f"{' '.join(draw.choices(words[row % 2], k=12))},{'yz'[row % 2]}" for row in range(2400)]
+    path.write_text("\n".join(["text,label", *rows]))
+    run = kinformer.train("gpt", task="classify", data=path, steps=1, out=tmp_path / "words", **QUICK)
+    assert run.tokenizer.vocab_size == 2000 and run.config.input.vocab_size == 2000 + 3
+    assert len(run.tokenizer.encode(words[0][0])) < 7
+    few = kinformer.train("gpt", task="classify", data=labelled, steps=1, out=tmp_path / "few", **QUICK)
+    assert few.tokenizer.vocab_size == 256
+    own = kinformer.train("gpt", task="classify", data=labelled, train_tokenizer=300, steps=1, out=tmp_path / "own",
+                          **QUICK)  # fmt: skip
+    assert 256 < own.tokenizer.vocab_size <= 300
+    assert next(iter(kinformer.predict(own.folder, ["xyw"])))["classes"]
 
 
 def test_character_ngrams_read_a_bounded_part(labelled, monkeypatch):

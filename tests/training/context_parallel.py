@@ -69,11 +69,13 @@ LAWS = (
     "sha-rnn",
 )
 WIDE = {"batch_size": 8}
+UNBROKEN = {"checkpoint_every": 3}
+"""For runs that are not continued from their middle: they save at their end."""
 RUNS: dict[str, dict[str, Any]] = {
     "hybrid": {"model": HYBRID, "segments": True},
-    "rope": {"model": {"member": "rope", "layers": 1, "stack.checkpoint": True}, "accumulate": 2},
+    "rope": {"model": {"member": "rope", "layers": 1, "stack.checkpoint": True}, "accumulate": 2, **UNBROKEN},
     "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language", **WIDE},
-    "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **WIDE},
+    "classes": {"model": {"member": "bert", "layers": 1}, "objective": "classification", **WIDE, **UNBROKEN},
     "pairs": {"model": {"member": "vanilla", "layers": 1, "encoder.layers": 1}, "objective": "translation", **WIDE},
 }
 OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "validate_every": 3, "length": TIME}

@@ -8,6 +8,7 @@ anything that opens a file to write, or makes, renames, removes or flushes one.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -145,6 +146,7 @@ if __name__ == "__main__":
     kinds()
     with torch.device("meta"):
         kinformer.build("gpt", recipe="tiny")  # which imports the modules of the model before the forks
+    gc.freeze()  # what is loaded is not searched for garbage in every life
     text = open_corpus(sys.argv[2])
     outcomes = {}
     for name, chosen in OPTIONS.items():

@@ -7,6 +7,7 @@ Lives are forks of this process, so each starts in milliseconds; nothing has bee
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -127,6 +128,7 @@ def run_through(folder: Path, data: str, seed: int) -> dict:
 
 if __name__ == "__main__":
     kinds()
+    gc.freeze()  # what is loaded is not searched for garbage in every life
     place, text, start = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     _, ended = os.waitpid(live(place / "whole", text), 0)
     outcome = {"whole": os.waitstatus_to_exitcode(ended)} | run_through(place / "killed", text, start)

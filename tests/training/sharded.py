@@ -8,6 +8,7 @@ Processes are forks of this one, which has computed nothing before and loaded al
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -45,6 +46,7 @@ def together(world: int, place: Path, work: Callable[[Group], object]) -> list[i
     """Do ``work`` in ``world`` processes that train together; returns their exit codes."""
     children = []
     (place / "store").unlink(missing_ok=True)
+    gc.freeze()  # what is loaded is not searched for garbage in every process
     for rank in range(world):
         child = os.fork()
         if not child:

@@ -29,11 +29,13 @@ HYBRID = {
     "member": "gated-deltanet", "layers": 2, "layers.1.mixer": {"kind": "softmax", "position": "rope"},
     "layers.1.feed_forward": {"kind": "channel_mix"},
 }  # fmt: skip
+CONTINUED = {"checkpoint_every": 2}
+"""For runs that are continued from their middle; the others save at their end."""
 PAIRS = {"member": "vanilla", "layers": 1, "encoder.layers": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "gpt": {"model": {"member": "gpt", "layers": 1}},
-    "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True},
-    "hybrid": {"model": HYBRID, "segments": True},
+    "t5": {"model": {"member": "t5", "layers": 1, "head": "language"}, "ema": 0.5, "async_saves": True} | CONTINUED,
+    "hybrid": {"model": HYBRID, "segments": True} | CONTINUED,
     "encoder": {"model": {"member": "bert", "layers": 1}, "objective": "masked-language"},
     "pairs": {"model": PAIRS, "objective": "translation", "batch_size": 8},
     "recurrence": {"model": {"member": "transformer-xl", "layers": 1}, "segments": True},
@@ -41,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 """One of every kind of what is cut: heads, states, a table that belongs to the stack, the vocabulary and its loss."""
 BY_TWO = ("t5", "hybrid")
 """The others are cut by the mesh of four alone, whose two parts of the heads are cut in the same way."""
-OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 2, "validate_every": 3}
+OPTIONS: dict[str, Any] = {"steps": 3, "checkpoint_every": 3, "validate_every": 3}
 
 
 def run(corpus: Any, folder: Path, group: Group, name: str, **changes: Any) -> None:

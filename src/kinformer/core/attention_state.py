@@ -132,6 +132,14 @@ class ReservedSlots(ReservedState):
         self.retained = retained
         return views, self.open(views, self._state.seen + time), self._slots.full
 
+    def relaid(self, slots: SlotRange) -> Self:
+        """Return the state in buffers of its own. The last of its past slots become ``slots``, the others are 0."""
+        size, end = slots.stop + slots.room, self._slots.stop
+        buffers = [leaf.new_zeros(*leaf.shape[:2], size, leaf.shape[3]) for leaf in self._state[:-1]]
+        for buffer, leaf in zip(buffers, self._state[:-1], strict=True):
+            buffer[:, :, slots.start : slots.stop] = leaf[:, :, end - slots.stop + slots.start : end]
+        return type(self)(type(self._state)(*buffers, self.seen.clone()), slots, [1])
+
     def moved_on(self, start: int, stop: int, seen: Tensor) -> Self:
         """Return the state after tokens that filled :meth:`views` up to slot ``stop``; this state is consumed."""
         room = max(self.room - (stop - self._slots.stop), 0)

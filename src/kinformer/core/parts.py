@@ -54,12 +54,14 @@ class Position(nn.Module):
 
     ``max_length`` is the number of positions with an encoding, or None for an encoding of every position. ``shared``:
     the paper has one encoding for all layers, so layers of equal ``config`` use one module, which the model owns.
-    ``one_sided``: the encoding does not distinguish keys ahead of the query.
+    ``one_sided``: the encoding does not distinguish keys ahead of the query. ``relative_tables``: the
+    tables that :meth:`relative` returns; None where a call has to show them.
     """
 
     max_length: int | None = None
     shared: bool = False
     one_sided: bool = False
+    relative_tables: tuple[str, ...] | None = None
 
     def overrides(self, *hooks: str) -> bool:
         """Return whether the class overrides one of the ``hooks``."""

@@ -2,7 +2,8 @@
 
 A pass absorbs the pending tokens and the guesses, and draws each token from the model's logits with the random number
 that this token has without a draft. It accepts guesses until one differs. The guesses are deterministic, so this is the
-accept-and-resample rule of Leviathan, Kalman and Matias 2023, and the text equals the text without a draft.
+accept-and-resample rule of Leviathan, Kalman and Matias 2023 and Chen et al. 2023, and the text equals the text without
+a draft, token for token, for every sampling and seed.
 
 After a wrong guess, a state of keys and values is cropped. Any other state returns to its mark, and the next pass
 absorbs the accepted guesses again. Every pass has the same number of tokens (more pending tokens, fewer guesses), so it
@@ -20,17 +21,14 @@ from torch import Tensor, nn
 from kinformer.core.attention_state import cropped
 from kinformer.core.model import CausalModel, device_of
 from kinformer.core.state import State
-from kinformer.generation.recording import RecordedStep, Recording, UnrecordableError, record_step, recordings_of
 from kinformer.generation.sampling import SamplingOptions
-from kinformer.generation.session import EARLY, LATE, LONG, Entry, Session, joined
+from kinformer.generation.session import Entry, Session, Steps, joined
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, require
 from kinformer.runtime.process import FEW, few_rows
 
-# Drafts: guesses of the next tokens of a text. A session checks several guesses in one pass.
-#
-# The model draws every token exactly as without a draft. The guesses decide only how many tokens one pass gives, so a
-# draft guesses the token that it finds most probable, whatever the sampling.
+# Drafts: guesses of the next tokens of a text. They decide only how many tokens one pass gives, so a draft guesses the
+# token that it finds most probable, whatever the sampling.
 
 LEAST_MATCH, MOST_MATCH = 3, 64
 """The least and the largest number of last tokens to look up in the earlier text."""
@@ -180,17 +178,6 @@ class AheadDraft:
 
 
 # A session that checks guesses of the next tokens, several in one pass: speculative decoding.
-#
-# Leviathan et al. 2023 ("Fast inference from transformers via speculative decoding") and Chen et al. 2023 accept a
-# guess that was sampled from q with probability min(1, p / q), and else resample from the rest of p. Here a draft
-# guesses without sampling, so q is 1 for its guess. The rule becomes: draw the token from p with the random number of
-# this token, and continue while the drawn token equals the guess. The text is therefore equal, token for token, to the
-# text that the model draws without a draft, for every sampling and seed.
-#
-# A pass absorbs the pending tokens (drawn and not yet absorbed) and then the guesses. Every pass has the same number of
-# tokens, so that it can be recorded. Where all guesses are right, the state after the pass is the state of the text.
-# Otherwise keys and values are cropped. Any other state returns to its mark, and the next pass absorbs the accepted
-# guesses again, with fewer new guesses. So a round takes one pass of the model, whatever the mechanism.
 
 
 class SessionOptions(SamplingOptions, total=False):
@@ -239,7 +226,7 @@ class DraftedSession(Session):
         options["rewind"], options["room"] = self._bound + length, options.get("room", 256) + length + 1
         super().__init__(model, batch, **options)
         self.draft, self._length = draft, length
-        self._passes = Passes(model, length + 1, self.room, self._stepping.recorded)
+        self._passes = Passes(model, self.room, self._stepping.recorded, length + 1)
         self._texts = [""] * batch
         self._queue: list[Tensor] = []
         self._drafting_counts = [0, 0, 0, 0]
@@ -368,44 +355,24 @@ class DraftedSession(Session):
         self._drafting_counts = [old + new for old, new in zip(self._drafting_counts, added, strict=True)]
 
 
-class Passes:
-    """The passes of ``model`` over the tokens that a session checks.
-
-    A pass of ``time`` tokens is recorded like a step (see ``generation.recording``) where it can be recorded, and where
-    the recording is worth its time for the expected number of tokens, ``room``.
-    """
-
-    def __init__(self, model: CausalModel, time: int, room: int, recorded: bool) -> None:
-        self.model, self.time, self.recorded = model, time, recorded
-        self._made, self._record_at = 0, EARLY if room >= LONG else LATE
+class Passes(Steps):
+    """The passes of ``model`` over the ``time`` tokens that a session checks, recorded like steps."""
 
     def go(self, tokens: Tensor, valid: Tensor | None, state: State) -> tuple[Tensor, Tensor, State]:
         """Return the logits [batch, time, vocab] and the hidden states [batch, time, width] of ``tokens`` [batch,
         time], and the state after them. ``valid`` [batch, time] bool marks the real tokens (None: all)."""
         with few_rows(tokens.device, tokens.numel() < FEW), trusted_arguments():
-            if self.recorded and valid is None and tokens.shape[1] == self.time:
-                self._made += 1
-                running = self._recorded(tokens, state)
-                if running is not None:
+            if valid is None and tokens.shape[1] == self.time:
+                self.made += 1
+                if (running := self._recorded(tokens, state)) is not None:
                     logits, hidden = running.outputs(tokens)
                     return logits, hidden, running.release()
-            (logits, hidden), state = self._pass(tokens, state, valid)
+            (logits, hidden), state = self.absorb(self.model, tokens, state, valid)
             return logits, hidden, state
 
-    def _pass(self, tokens: Tensor, state: State, valid: Tensor | None = None) -> tuple[tuple[Tensor, ...], State]:
-        inputs, state = self.model.head_inputs(tokens, state, valid=valid)
-        return (self.model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state
-
-    def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
-        """Return a recorded pass that begins at ``state``; None where no recording fits or pays yet."""
-        for recording in recordings_of(self.model):
-            if isinstance(recording, Recording) and (running := recording.begin(state, self.time)) is not None:
-                return running
-        if self._made > self._record_at:
-            try:
-                recording = record_step(self._pass, self.model, tokens, state)
-                recordings_of(self.model).keep(recording)
-                return recording.begin(state, self.time)
-            except UnrecordableError as refused:
-                self._record_at = self._made + (refused.steps or 7 * self._made) - 1
-        return None
+    @staticmethod
+    def absorb(
+        model: CausalModel, tokens: Tensor, state: State, valid: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], State]:
+        inputs, state = model.head_inputs(tokens, state, valid=valid)
+        return (model.logits(inputs), getattr(inputs, "hidden_states", inputs)), state

@@ -1,5 +1,6 @@
-// Operators of steps of generation on a CPU: a product of few rows with what stands before and after it, and attention
-// of one query. native.py compiles this file and registers the operators, by PyTorch's stable C interface.
+// Operators of steps of generation on a CPU: products of few rows with what stands before and after them, attention of
+// one query, and a chain of both. native.py compiles this file and registers the operators, by PyTorch's stable C
+// interface.
 
 #include <math.h>
 #include <stdint.h>
@@ -10,7 +11,8 @@
 #endif
 
 typedef void *Tensor;
-typedef uint64_t Value;  // an argument or a result: a number, or a tensor that the operator owns
+typedef void *List;
+typedef uint64_t Value;  // an argument or a result: a number, or a tensor or list that the operator owns
 extern int32_t aoti_torch_get_data_ptr(Tensor, void **), aoti_torch_get_dtype(Tensor, int32_t *);
 extern int32_t aoti_torch_get_sizes(Tensor, int64_t **), aoti_torch_get_strides(Tensor, int64_t **);
 extern int32_t aoti_torch_get_dim(Tensor, int64_t *), aoti_torch_get_numel(Tensor, int64_t *);
@@ -19,6 +21,7 @@ extern int32_t aoti_torch_empty_strided(
     int64_t, const int64_t *, const int64_t *, int32_t, int32_t, int32_t, Tensor *);
 extern int32_t aoti_torch_library_init_impl(const char *, const char *, const char *, uint32_t, void **);
 extern int32_t aoti_torch_library_impl(void *, const char *, void (*)(Value *, uint64_t, uint64_t));
+extern int32_t torch_list_size(List, size_t *), torch_list_get_item(List, size_t, Value *), torch_delete_list(List);
 extern int32_t torch_parallel_for(int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *);
 
 enum { INT8 = 1, FLOAT = 6 };  // the numbers of PyTorch's dtypes; the third is bfloat16
@@ -36,26 +39,30 @@ typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_a
 typedef int16_t Shorts __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-typedef struct {
-    void *data;
-    int64_t dim, count, *sizes, *strides;
-    int32_t dtype;
+typedef struct {  // a tensor of up to four axes, the last one last
+    char *data;
+    int64_t dtype, count, sizes[4], strides[4];
 } View;
 
-static View view(Value value) {
+static View view(Tensor t) {
     View v;
-    Tensor t = (Tensor)value;
-    aoti_torch_get_data_ptr(t, &v.data), aoti_torch_get_dim(t, &v.dim), aoti_torch_get_numel(t, &v.count);
-    aoti_torch_get_sizes(t, &v.sizes), aoti_torch_get_strides(t, &v.strides), aoti_torch_get_dtype(t, &v.dtype);
+    int64_t dim, *sizes, *strides;
+    int32_t dtype;
+    aoti_torch_get_data_ptr(t, (void **)&v.data), aoti_torch_get_dtype(t, &dtype), aoti_torch_get_numel(t, &v.count);
+    aoti_torch_get_dim(t, &dim), aoti_torch_get_sizes(t, &sizes), aoti_torch_get_strides(t, &strides);
+    v.dtype = dtype;
+    for (int64_t i = 0, at = dim - 4; i < 4; i++, at++) {
+        v.sizes[i] = at < 0 ? 1 : sizes[at];
+        v.strides[i] = at < 0 ? 0 : strides[at];
+    }
     return v;
 }
 
-static Tensor empty(int64_t dim, const int64_t *sizes, int32_t dtype, void **data) {
+static Tensor empty(int64_t dim, const int64_t *sizes, int32_t dtype) {
     int64_t strides[8], step = 1;
     for (int64_t i = dim - 1; i >= 0; step *= sizes[i--]) strides[i] = step;
     Tensor made;
     aoti_torch_empty_strided(dim, sizes, strides, dtype, 0, 0, &made);
-    aoti_torch_get_data_ptr(made, data);
     return made;
 }
 
@@ -76,15 +83,16 @@ static inline float get(const View *from, int64_t at) {
     return from->dtype == FLOAT ? ((const float *)from->data)[at] : wide(((const uint16_t *)from->data)[at]);
 }
 
-static inline void put(void *to, int32_t dtype, int64_t at, float x) {
-    if (dtype == FLOAT) ((float *)to)[at] = x;
-    else ((uint16_t *)to)[at] = narrow(x);
-}
-
-static void load(float *to, const View *from, int64_t first, int64_t count) {
+static inline void load(float *to, const View *from, int64_t first, int64_t count) {
     if (from->dtype == FLOAT) memcpy(to, (const float *)from->data + first, 4 * count);
     else
         for (int64_t i = 0; i < count; i++) to[i] = wide(((const uint16_t *)from->data)[first + i]);
+}
+
+static inline void store(const View *to, int64_t first, const float *from, int64_t count) {
+    if (to->dtype == FLOAT) memcpy((float *)to->data + first, from, 4 * count);
+    else
+        for (int64_t i = 0; i < count; i++) ((uint16_t *)to->data)[first + i] = narrow(from[i]);
 }
 
 static inline float exponential(float x) {  // relative error 2e-7; a loop over it becomes vector code
@@ -194,84 +202,138 @@ MULTIPLY_EACH(byte, int8_t, 2, LOW, HIGH)
 typedef void Multiply(const void *, const float *, int64_t, Floats *);
 
 typedef struct {
-    View w, scales, bias, residual;
+    View x, w, scales, bias, residual, norm, shift, y;
+} Around;  // tensors without elements are absent
+
+typedef struct {
+    const Around *in;
     float *x;
-    int64_t rows, columns, row, out;  // ``row``: numbers from a row of x to the next
-    int32_t dtype;
-    void *y;
+    int64_t columns, row;  // ``row``: numbers from a row of x to the next
 } Product;
 
+// Write ``count`` sums of a row, from a column on, with what stands behind the product.
+static inline __attribute__((always_inline)) void finish(
+    const Around *in, float *y, int64_t row, int64_t column, int64_t count) {
+    float other[LANES];
+    if (in->scales.count) {
+        load(other, &in->scales, column, count);
+        for (int64_t i = 0; i < count; i++) y[i] *= other[i];
+    }
+    if (in->bias.count) {
+        load(other, &in->bias, column, count);
+        for (int64_t i = 0; i < count; i++) y[i] += other[i];
+    }
+    if (in->residual.count) {
+        load(other, &in->residual, row + column, count);
+        for (int64_t i = 0; i < count; i++) y[i] += other[i];
+    }
+    store(&in->y, row + column, y, count);
+}
+
 static void multiply(int64_t first, int64_t end, void *context) {
-    Product *job = context;
-    int64_t n = job->columns, spans, few, size = job->w.dtype == INT8 ? 1 : job->w.dtype == FLOAT ? 4 : 2;
+    const Product *job = context;
+    const Around *in = job->in;
+    int64_t n = job->columns, out = in->y.sizes[3], rows = in->y.count / out, spans, few;
+    int64_t size = in->w.dtype == INT8 ? 1 : in->w.dtype == FLOAT ? 4 : 2;
     Multiply *ways[3][2] = {{float_one, float_few}, {half_one, half_few}, {byte_one, byte_few}};
     Multiply **way = ways[size == 4 ? 0 : size == 2 ? 1 : 2];
     for (int64_t at = first; at < end; at += spans) {
         spans = end - at >= 4 ? 4 : 1;
-        for (int64_t row = 0; row < job->rows; row += few) {
+        for (int64_t row = 0; row < rows; row += few) {
             Floats sums[FEW * 4];
-            const char *w = (const char *)job->w.data + at * n * LANES * size;
+            const char *w = in->w.data + at * n * LANES * size;
             const float *x = job->x + row * job->row;
-            few = job->rows - row >= FEW ? FEW : 1;
+            few = rows - row >= FEW ? FEW : 1;
             int64_t step = few == 1 ? 1 : spans >= SPANS ? SPANS : 0;
             if (!step) few = step = 1;
             for (int64_t span = 0; span < spans; span += step) {
                 way[few > 1](w + span * n * LANES * size, x, n, sums);
-                for (int64_t i = 0; i < few * step * LANES; i++) {
-                    int64_t r = row + i / (step * LANES), c = (at + span) * LANES + i % (step * LANES);
-                    if (c >= job->out) continue;
-                    float y = ((float *)sums)[i];
-                    if (job->scales.count) y *= get(&job->scales, c);
-                    if (job->bias.count) y += get(&job->bias, c);
-                    if (job->residual.count) y += get(&job->residual, r * job->out + c);
-                    put(job->y, job->dtype, r * job->out + c, y);
+                for (int64_t i = 0; i < few * step; i++) {
+                    int64_t r = row + i / step, c = (at + span + i % step) * LANES;
+                    if (out - c >= LANES) finish(in, (float *)(sums + i), r * out, c, LANES);
+                    else finish(in, (float *)(sums + i), r * out, c, out - c);
                 }
             }
         }
     }
 }
 
-// product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias, Tensor residual, Tensor norm, float eps, bool gated)
-//     -> Tensor: w [spans, columns / step, LANES, step]; tensors without elements are absent.
-void product(Value *stack, uint64_t inputs, uint64_t outputs) {
-    View x = view(stack[0]), norm = view(stack[6]);
-    Product job = {view(stack[1]), view(stack[3]), view(stack[4]), view(stack[5])};
-    double eps;
-    memcpy(&eps, stack + 7, 8);
-    int gated = stack[8] & 1;
-    int64_t given = x.sizes[x.dim - 1], n = gated ? given / 2 : given, sizes[8];
-    job.columns = job.w.sizes[1] * job.w.sizes[3], job.out = stack[2], job.dtype = x.dtype;
-    job.rows = x.count / given, job.row = job.columns;
+// What happens to x before the product: ``form`` is a norm, an activation, and whether x has two halves, of which the
+// activated first multiplies the second.
+enum { RMS_NORM = 1, LAYER_NORM = 2, NORMS = 3, SILU = 4, GELU_TANH = 8, GELU = 12, ACTIVATIONS = 12, GATED = 16 };
+
+static void activate(float *x, int64_t n, int64_t form) {
+    if (form == SILU)
+        for (int64_t k = 0; k < n; k++) x[k] /= 1 + exponential(-x[k]);
+    if (form == GELU_TANH)
+        for (int64_t k = 0; k < n; k++) x[k] /= 1 + exponential(-1.59576912f * (x[k] + 0.044715f * x[k] * x[k] * x[k]));
+    if (form == GELU)
+        for (int64_t k = 0; k < n; k++) {  // the error function by Abramowitz and Stegun 7.1.26, to within 1.5e-7
+            float z = fabsf(x[k]) * 0.707106781f, t = 1 / (1 + 0.3275911f * z);
+            float p = (((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f;
+            float tail = 0.5f * p * t * exponential(-z * z);
+            x[k] *= x[k] < 0 ? tail : 1 - tail;
+        }
+}
+
+static void normalise(float *x, int64_t n, const Around *in, int64_t form, double eps, float *other) {
+    float mean = 0, squares = 0;
+    if (form == LAYER_NORM) {
+        for (int64_t k = 0; k < n; k++) mean += x[k];
+        mean /= n;
+        for (int64_t k = 0; k < n; k++) x[k] -= mean;
+    }
+    for (int64_t k = 0; k < n; k++) squares += x[k] * x[k];
+    float scale = 1 / sqrt(squares / n + eps);
+    for (int64_t k = 0; k < n; k++) x[k] *= scale;
+    if (in->norm.count) {
+        load(other, &in->norm, 0, n);
+        for (int64_t k = 0; k < n; k++) x[k] *= other[k];
+    }
+    if (in->shift.count) {
+        load(other, &in->shift, 0, n);
+        for (int64_t k = 0; k < n; k++) x[k] += other[k];
+    }
+}
+
+static void run_product(const Around *in, double eps, int64_t form) {
+    int64_t given = in->x.sizes[3], n = form & GATED ? given / 2 : given, rows = in->x.count / given;
+    Product job = {in, 0, in->w.sizes[1] * in->w.sizes[3], in->w.sizes[1] * in->w.sizes[3]};
 #ifdef __AVX512VNNI__
-    if (job.w.dtype == INT8) job.row += (job.columns + BLOCK - 1) / BLOCK + job.columns / 2;
+    if (in->w.dtype == INT8) job.row += (job.columns + BLOCK - 1) / BLOCK + job.columns / 2;
 #endif
-    memcpy(sizes, x.sizes, 8 * x.dim);
-    sizes[x.dim - 1] = job.out;
-    job.x = calloc((job.rows + 1) * job.row, 4);
-    float *other = job.x + job.rows * job.row;
-    for (int64_t row = 0; row < job.rows; row++) {
+    job.x = calloc((rows + 1) * job.row, 4);
+    float *other = job.x + rows * job.row;
+    for (int64_t row = 0; row < rows; row++) {
         float *to = job.x + row * job.row;
-        load(to, &x, row * given, n);
-        if (gated) {
-            load(other, &x, row * given + n, n);
-            for (int64_t k = 0; k < n; k++) to[k] *= other[k] / (1 + exponential(-to[k]));
+        load(to, &in->x, row * given, n);
+        activate(to, n, form & ACTIVATIONS);
+        if (form & GATED) {
+            load(other, &in->x, row * given + n, n);
+            for (int64_t k = 0; k < n; k++) to[k] *= other[k];
         }
-        if (norm.count) {
-            float squares = 0;
-            for (int64_t k = 0; k < n; k++) squares += to[k] * to[k];
-            float scale = 1 / sqrt(squares / n + eps);
-            load(other, &norm, 0, n);
-            for (int64_t k = 0; k < n; k++) to[k] *= scale * other[k];
-        }
+        if (form & NORMS) normalise(to, n, in, form & NORMS, eps, other);
 #ifdef __AVX512VNNI__
-        if (job.w.dtype == INT8) quantise(to, job.columns);
+        if (in->w.dtype == INT8) quantise(to, job.columns);
 #endif
     }
-    Tensor made = empty(x.dim, sizes, x.dtype, &job.y);
-    torch_parallel_for(0, job.w.sizes[0], GRAIN / (job.columns * job.rows * LANES + 1) + 1, multiply, &job);
+    torch_parallel_for(0, in->w.sizes[0], GRAIN / (job.columns * rows * LANES + 1) + 1, multiply, &job);
     free(job.x);
-    aoti_torch_delete_tensor_object((Tensor)stack[0]), aoti_torch_delete_tensor_object((Tensor)stack[1]);
-    for (int i = 3; i < 7; i++) aoti_torch_delete_tensor_object((Tensor)stack[i]);
+}
+
+// product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias) -> Tensor: w [spans, columns / step, LANES, step]
+void product(Value *stack, uint64_t inputs, uint64_t outputs) {
+    Tensor x = (Tensor)stack[0];
+    Around in = {view(x), view((Tensor)stack[1]), view((Tensor)stack[3]), view((Tensor)stack[4])};
+    int64_t dim, *given, sizes[8];
+    aoti_torch_get_dim(x, &dim), aoti_torch_get_sizes(x, &given);
+    memcpy(sizes, given, 8 * dim);
+    sizes[dim - 1] = stack[2];
+    Tensor made = empty(dim, sizes, in.x.dtype);
+    in.y = view(made);
+    run_product(&in, 0, 0);
+    for (int i = 0; i < 5; i++)
+        if (i != 2) aoti_torch_delete_tensor_object((Tensor)stack[i]);
     stack[0] = (Value)made;
 }
 
@@ -302,38 +364,43 @@ ATTEND(float, float, FLOATS, ITSELF)
 ATTEND(half, uint16_t, HALVES, wide)
 
 typedef struct {
-    View q, k, v, cos, sin, keys, values;
-    int pairs;
+    View q, k, v, cos, sin, keys, values, y;
+} Past;  // q [batch, heads, 1, head_dim]; k and v go into the last slots of keys and values
+
+typedef struct {
+    const Past *in;
     float scale;
-    void *y;
+    int64_t pairs;  // whether neighbours are turned together
 } Attention;
 
 // The head at ``at``, turned if there are cosines [batch or 1, 1, 1, half].
 static void turn(const Attention *job, float *to, const View *from, int64_t at, int64_t batch) {
-    int64_t half = job->cos.count ? job->cos.sizes[3] : 0, place = half && job->cos.sizes[0] > 1 ? batch * half : 0;
+    const View *cos = &job->in->cos, *sin = &job->in->sin;
+    int64_t half = cos->count ? cos->sizes[3] : 0, place = half && cos->sizes[0] > 1 ? batch * half : 0;
     load(to, from, at, from->sizes[3]);
     for (int64_t i = 0; i < half; i++) {
         float *a = to + (job->pairs ? 2 * i : i), *b = a + (job->pairs ? 1 : half), was = *a;
-        float cosine = get(&job->cos, place + i), sine = get(&job->sin, place + i);
+        float cosine = get(cos, place + i), sine = get(sin, place + i);
         *a = was * cosine - *b * sine, *b = was * sine + *b * cosine;
     }
 }
 
 static void attend_groups(int64_t first, int64_t end, void *context) {
-    Attention *job = context;
-    View *keys = &job->keys, *values = &job->values;
-    const int64_t *past = keys->strides, *other = values->strides, groups = job->k.sizes[1];
-    int64_t n = job->q.sizes[3], m = job->v.sizes[3], slots = keys->sizes[2], heads = job->q.sizes[1] / groups;
+    const Attention *job = context;
+    const Past *in = job->in;
+    const View *keys = &in->keys, *values = &in->values;
+    const int64_t *past = keys->strides, *other = values->strides, groups = in->k.sizes[1];
+    int64_t n = in->q.sizes[3], m = in->v.sizes[3], slots = keys->sizes[2], heads = in->q.sizes[1] / groups;
     float *q = malloc(4 * (n + m + slots)), *out = q + n, *weights = out + m;
     for (int64_t index = first; index < end; index++) {
         int64_t batch = index / groups, group = index % groups;
         int64_t key = batch * past[0] + group * past[1], value = batch * other[0] + group * other[1];
-        turn(job, q, &job->k, batch * job->k.strides[0] + group * job->k.strides[1], batch);
-        for (int64_t i = 0; i < n; i++) put(keys->data, keys->dtype, key + (slots - 1) * past[2] + i, q[i]);
-        load(out, &job->v, batch * job->v.strides[0] + group * job->v.strides[1], m);
-        for (int64_t i = 0; i < m; i++) put(values->data, values->dtype, value + (slots - 1) * other[2] + i, out[i]);
+        turn(job, q, &in->k, batch * in->k.strides[0] + group * in->k.strides[1], batch);
+        store(keys, key + (slots - 1) * past[2], q, n);
+        load(out, &in->v, batch * in->v.strides[0] + group * in->v.strides[1], m);
+        store(values, value + (slots - 1) * other[2], out, m);
         for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
-            turn(job, q, &job->q, batch * job->q.strides[0] + head * job->q.strides[1], batch);
+            turn(job, q, &in->q, batch * in->q.strides[0] + head * in->q.strides[1], batch);
             float top = -INFINITY, total = 0;
             for (int64_t j = 0; j < slots; j++) {
                 int64_t at = key + j * past[2];
@@ -348,31 +415,66 @@ static void attend_groups(int64_t first, int64_t end, void *context) {
                 if (values->dtype == FLOAT) add_float(out, weights[j], (float *)values->data + at, m);
                 else add_half(out, weights[j], (uint16_t *)values->data + at, m);
             }
-            for (int64_t i = 0; i < m; i++)
-                put(job->y, job->q.dtype, (batch * job->q.sizes[1] + head) * m + i, out[i] / total);
+            for (int64_t i = 0; i < m; i++) out[i] /= total;
+            store(&in->y, (batch * in->q.sizes[1] + head) * m, out, m);
         }
     }
     free(q);
 }
 
-// attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, float scale,
-//     bool pairs) -> Tensor: q [batch, heads, 1, head_dim]; k and v go into the last slots of keys and values.
-void attend(Value *stack, uint64_t inputs, uint64_t outputs) {
-    Attention job = {view(stack[0]), view(stack[1]), view(stack[2]), view(stack[3]), view(stack[4]), view(stack[5]), view(stack[6])};
-    double scale;
-    memcpy(&scale, stack + 7, 8);
-    job.scale = scale, job.pairs = stack[8] & 1;
-    int64_t groups = job.k.sizes[1], sizes[4] = {job.q.sizes[0], job.q.sizes[1], 1, job.v.sizes[3]};
-    Tensor made = empty(4, sizes, job.q.dtype, &job.y);
-    int64_t work = job.keys.sizes[2] * (job.q.sizes[3] + job.v.sizes[3]) * (job.q.sizes[1] / groups);
-    torch_parallel_for(0, sizes[0] * groups, GRAIN / (work + 1) + 1, attend_groups, &job);
-    for (int i = 0; i < 7; i++) aoti_torch_delete_tensor_object((Tensor)stack[i]);
+static void run_attention(const Past *in, double scale, int64_t pairs) {
+    Attention job = {in, scale, pairs};
+    int64_t groups = in->k.sizes[1];
+    int64_t work = in->keys.sizes[2] * (in->q.sizes[3] + in->v.sizes[3]) * (in->q.sizes[1] / groups);
+    torch_parallel_for(0, in->q.sizes[0] * groups, GRAIN / (work + 1) + 1, attend_groups, &job);
+}
+
+// A chain of calls, each a row of the program: its eight views by number, and two more arguments. The first views are
+// of the tensors. The others are rows of the program, and their data is in the chain's result, in numbers.
+typedef struct {
+    int64_t attends, flag;
+    double number;
+    int64_t views[8];
+} Call;
+typedef struct {
+    int64_t views, calls, numbers, dtype, padding[7];
+} Program;
+
+// chain(Tensor(a!)[] tensors, Tensor program) -> Tensor: the numbers that the calls write, one after the other
+void chain(Value *stack, uint64_t inputs, uint64_t outputs) {
+    List tensors = (List)stack[0];
+    const Program *program = (const Program *)view((Tensor)stack[1]).data;
+    const View *parts = (const View *)(program + 1);
+    const Call *calls = (const Call *)(parts + program->views);
+    size_t given;
+    torch_list_size(tensors, &given);
+    View *views = malloc((given + program->views) * sizeof(View));
+    Value *items = malloc(given * sizeof(Value));
+    for (size_t i = 0; i < given; i++) {
+        torch_list_get_item(tensors, i, items + i);
+        views[i] = view((Tensor)items[i]);
+    }
+    Tensor made = empty(1, &program->numbers, program->dtype);
+    View whole = view(made);
+    for (int64_t i = 0; i < program->views; i++) {
+        views[given + i] = parts[i];
+        views[given + i].data = whole.data + (int64_t)parts[i].data * (whole.dtype == FLOAT ? 4 : 2);
+    }
+    for (const Call *call = calls; call < calls + program->calls; call++) {
+        View of[8];
+        for (int i = 0; i < 8; i++) of[i] = views[call->views[i]];
+        if (call->attends) run_attention((const Past *)of, call->number, call->flag);
+        else run_product((const Around *)of, call->number, call->flag);
+    }
+    for (size_t i = 0; i < given; i++) aoti_torch_delete_tensor_object((Tensor)items[i]);
+    free(views), free(items);
+    torch_delete_list(tensors), aoti_torch_delete_tensor_object((Tensor)stack[1]);
     stack[0] = (Value)made;
 }
 
-// Register both operators for tensors on a CPU; 0 if PyTorch took them.
+// Register the operators for tensors on a CPU; 0 if PyTorch took them.
 int enter(void) {
     void *library;
     return aoti_torch_library_init_impl("kinformer_step", "CPU", __FILE__, __LINE__, &library) ||
-           aoti_torch_library_impl(library, "product", product) || aoti_torch_library_impl(library, "attend", attend);
+           aoti_torch_library_impl(library, "product", product) || aoti_torch_library_impl(library, "chain", chain);
 }

@@ -33,17 +33,13 @@ LANES = 16
 """Rows of weights that are stored side by side."""
 _OPTIONS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -shared -fPIC"
 _DEFINED = torch.library.Library("kinformer_step", "DEF")
-_DEFINED.define(
-    "product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias, Tensor residual, Tensor norm, float eps, "
-    "bool gated) -> Tensor"
-)
-_DEFINED.define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, float scale, "
-    "bool pairs) -> Tensor"
-)
+_DEFINED.define("product(Tensor x, Tensor w, int out, Tensor scales, Tensor bias) -> Tensor")
+_DEFINED.define("chain(Tensor(a!)[] tensors, Tensor program) -> Tensor")
+_DEFINED.define("attend(Tensor(a!)[] tensors, float scale, bool pairs) -> Tensor")  # in chains alone
 NONE = torch.empty(0)
 """The value of a tensor argument that a call leaves out."""
-product, attend = torch.ops.kinformer_step.product.default, torch.ops.kinformer_step.attend.default
+_OPERATORS = torch.ops.kinformer_step
+product, chain, attend = _OPERATORS.product.default, _OPERATORS.chain.default, _OPERATORS.attend.default
 
 
 def pack(matrix: Tensor) -> Tensor:
@@ -69,21 +65,23 @@ def is_native() -> bool:
 def _registered() -> bool:
     try:
         return ctypes.CDLL(str(_compiled())).enter() == 0
-    except (OSError, AttributeError, subprocess.SubprocessError):
+    except (OSError, AttributeError):
         return False
 
 
 def _compiled() -> Path:
-    """Return the compiled library, from the user's cache or new.
+    """Return the compiled library, from the user's cache or new. Where this compiler cannot compile it, an empty file
+    stands for it from then on, which no process can load.
 
-    Errors: ``OSError`` and ``subprocess.SubprocessError`` where it cannot be compiled.
+    Errors: ``OSError`` where no file can be made.
     """
     source, libraries = Path(__file__).with_suffix(".c"), Path(torch.__file__).parent / "lib"
     compiler = shutil.which(os.environ.get("CC") or "cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler is installed")
     flags = next((line for line in (processor() or "").splitlines() if line.startswith("flags")), "")
-    facts = (source.read_text(encoding="utf-8"), _OPTIONS, compiler, flags, torch.__version__, str(libraries))
+    code, date = source.read_text(encoding="utf-8"), os.stat(compiler).st_mtime_ns
+    facts = (code, _OPTIONS, compiler, date, flags, torch.__version__, str(libraries))
     name = f"step-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     stored = default_cache() / "native" / name
     if stored.exists():
@@ -92,6 +90,9 @@ def _compiled() -> Path:
     with tempfile.TemporaryDirectory(dir=stored.parent) as folder:
         made = Path(folder) / name
         command = [compiler, *_OPTIONS.split(), "-o", str(made), str(source), "-lm", f"-L{libraries}", "-ltorch_cpu"]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+        except subprocess.SubprocessError:
+            made.write_bytes(b"")
         os.replace(made, stored)  # at once, for processes that look for it now
     return stored

@@ -1,15 +1,15 @@
 """Steps of generation without Python: recorded once and then run.
 
-The first part is the tape of operators, the second the recordings that a model stores, the third the recording of a
-step, and the fourth the leaves of a state by name. ``benchmarks/step_recording.py`` measures what recordings gain.
+``benchmarks/step_recording.py`` and ``benchmarks/gpu.py`` measure what recordings gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain, count, repeat
+from itertools import chain, count, islice
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,11 +21,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kinformer.core.attention_state import ReservedSlots
+from kinformer.core.attention_state import ReservedSlots, SlotRange
 from kinformer.core.model import CausalModel, Model
 from kinformer.core.state import ReservedState, State, map_tensors, rebuilt, tensors
 from kinformer.generation import native
-from kinformer.generation.fusing import Fusion
+from kinformer.generation.fusing import Fusion, without_unused
 from kinformer.generation.native import is_native
 from kinformer.runtime.autograd import autocast_dtype
 from kinformer.runtime.compiling import substituting
@@ -89,13 +89,15 @@ class Call(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``."""
+    """The operators called while this mode is on; ``captured``: the tensors from before, without the ``inputs``;
+    ``mixed``: an operator that gave tensors and other values, which no call holds."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.captured: list[Tensor] = []
-        self._all: list[Tensor] = []  # Tensors stay alive, so that Python does not use an id again.
+        self.mixed: OpOverload | None = None
+        self.results: list[Tensor] = []  # by number; they stay alive, so that Python does not use an id again
         self._refs: dict[int, Ref] = {}
         self._numbers = count()
         self._inside = False
@@ -104,7 +106,7 @@ class Tape(TorchDispatchMode):
 
     def tensor(self, ref: Ref) -> Tensor:
         """Return the tensor of ``ref``."""
-        return self._all[ref.number] if ref.number >= 0 else self.captured[-1 - ref.number]
+        return self.results[ref.number] if ref.number >= 0 else self.captured[-1 - ref.number]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -142,7 +144,7 @@ class Tape(TorchDispatchMode):
         if all(tensors):
             self.calls.append(Call(func, noted, tuple(self._number(item) for item in outputs)))
         elif any(tensors):
-            raise UnrecordableError(f"the operator {func} gives tensors and other values")
+            self.mixed = func
         # The other operators return types or sizes to the host, such as ``promote_types``.
         return output
 
@@ -155,7 +157,7 @@ class Tape(TorchDispatchMode):
     def _number(self, tensor: Tensor) -> int:
         number = next(self._numbers)
         self._refs[id(tensor)] = Ref(number)
-        self._all.append(tensor)
+        self.results.append(tensor)
         return number
 
     def _note(self, argument: object) -> object:
@@ -201,6 +203,9 @@ class _WatchedReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_DEPENDS = "which operators run depends on the length"
+
+
 def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) -> list[Call]:
     """Return the calls of a step at any number of past slots, from its tapes at two numbers of past slots; ``views``
     are the views of the slots on both tapes.
@@ -209,18 +214,14 @@ def at_any_length(one: Tape, other: Tape, views: Sequence[tuple[View, View]]) ->
     """
     same = len(one.calls) == len(other.calls) and len(one.captured) == len(other.captured)
     if not same or not all(map(_equal, one.captured, other.captured)):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     return [_join(a, b, views) for a, b in zip(one.calls, other.calls, strict=True)]
-
-
-def _depends() -> UnrecordableError:
-    return UnrecordableError("which operators run depends on the length")
 
 
 def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
     """Return one value for ``a`` and ``b``, the same part of a call on two tapes."""
     if type(a) is not type(b):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     if isinstance(a, Call):
         return Call(*(_join(x, y, views) for x, y in zip(a, b, strict=True)))
     if type(a) in (list, tuple) and len(a) == len(b):
@@ -230,7 +231,7 @@ def _join(a: Any, b: Any, views: Sequence[tuple[View, View]]) -> Any:
         return a
     grown = [view for view, longer in views if a - view.slots == b - longer.slots] if type(a) is int else []
     if not grown or any(view.rule != grown[0].rule for view in grown):
-        raise _depends()
+        raise UnrecordableError(_DEPENDS)
     return SlotCount(grown[0].number, a - grown[0].slots)
 
 
@@ -276,21 +277,12 @@ def simplify(
         shorter.append(call._replace(arguments=arguments))
     refs = [same.get(ref, ref) for ref in outputs]
     if is_native():
-        captured.append(native.NONE)
-
-        def tensor_of(ref: Ref) -> Tensor:
-            return tape.tensor(ref) if ref.number >= 0 else captured[-1 - ref.number]
-
-        shorter = Fusion(shorter, refs, tensor_of, Ref(-len(captured))).calls()
-    needed, used = set(refs), []
-    for call in reversed(shorter):
-        wanted = any(Ref(number) in needed for number in call.results)
-        if wanted or not call.results or call.operator._schema.is_mutable:
-            needed.update(_flat(call.arguments, Ref))
-            used.append(call)
+        shorter = Fusion(shorter, refs, tape.results, captured).calls()
+    shorter = without_unused(shorter, {ref.number for ref in refs})
+    needed = dict.fromkeys([*_flat(list(shorter), Ref), *refs])
     stored = [ref for ref in needed if ref.number < 0]
     places = {ref: Ref(-1 - place) for place, ref in enumerate(stored)}
-    used = [call._replace(arguments=_replace(call.arguments, places)) for call in reversed(used)]
+    used = [call._replace(arguments=_replace(call.arguments, places)) for call in shorter]
     return used, [captured[-1 - ref.number] for ref in stored], [places.get(ref, ref) for ref in refs]
 
 
@@ -326,8 +318,7 @@ def _writes(call: Call) -> Iterator[Ref]:
 
 
 def _storage(tape: Tape, ref: Ref) -> int:
-    tensor = tape.tensor(ref)  # packed by oneDNN it has no storage
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
+    return tape.tensor(ref).untyped_storage()._cdata
 
 
 def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
@@ -338,13 +329,20 @@ def _is_whole(tape: Tape, ref: Ref, view: Ref) -> bool:
     return forms[0] == forms[1]
 
 
-def compile_calls(calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref]) -> Function:
-    """Return ``calls`` as a function that PyTorch runs without Python. It takes ``inputs`` and then ``captured``
-    tensors, which are numbers here, and returns the tuple of ``outputs``."""
+def compile_calls(
+    calls: Sequence[Call], inputs: int, captured: int, outputs: Sequence[Ref], parts: Sequence[int] = ()
+) -> Function:
+    """Return ``calls`` as a function that PyTorch runs without Python, of ``inputs`` and then ``captured`` tensors;
+    both are numbers. It returns the tuple of ``outputs``. Behind the first input stand buffers of slots, as many as in
+    each of ``parts``, in place of their views, and behind all tensors the bounds of each part's slots."""
     graph = torch._C.Graph()
     values = {Ref(number): graph.addInput(f"x{number}") for number in range(inputs)}
     values |= {Ref(-1 - number): graph.addInput(f"w{number}") for number in range(captured)}
-    writer = _Writer(graph, values)
+    writer, numbers = _Writer(graph, values), iter(range(1, inputs))
+    for part, buffers in enumerate(parts):
+        bounds = [graph.addInput(f"{name}{part}").setType(torch._C.IntType.get()) for name in ("start", "stop")]
+        for ref in map(Ref, islice(numbers, buffers)):
+            values[ref] = writer.add("aten::slice", [values[ref], writer.constant(2), *bounds, writer.constant(1)])
     for call in calls:
         writer.write(call)
     results = [values[ref] for ref in outputs]
@@ -385,8 +383,8 @@ class _Writer:
         if isinstance(argument, Ref):
             return self._values[argument]
         if isinstance(argument, SlotCount):
-            size = self.add("aten::size", [self._values[Ref(argument.view)], self._constant(2)], torch._C.IntType.get())
-            return self.add("aten::add", [size, self._constant(argument.offset)], torch._C.IntType.get())
+            size = self.add("aten::size", [self._values[Ref(argument.view)], self.constant(2)], torch._C.IntType.get())
+            return self.add("aten::add", [size, self.constant(argument.offset)], torch._C.IntType.get())
         if isinstance(type, torch._C.OptionalType):
             type = type.getElementType()
         if isinstance(argument, list):
@@ -394,9 +392,9 @@ class _Writer:
             return self.add("prim::ListConstruct", items, type)
         if isinstance(type, torch._C.FloatType) and isinstance(argument, int):
             argument = float(argument)
-        return self._constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
+        return self.constant(_FORMATS.index(argument) if isinstance(argument, torch.memory_format) else argument)
 
-    def _constant(self, value: object) -> torch._C.Value:
+    def constant(self, value: object) -> torch._C.Value:
         key = type(value), str(id(value) if isinstance(value, torch.ScriptObject) else value)
         if key not in self._constants:
             self._constants[key] = self._graph.insertConstant(value)
@@ -409,14 +407,18 @@ _LIMIT = 4
 """The number of recordings that a model stores; each is for one batch size and reserved room."""
 
 
-class Recordings(list["Recording"]):
-    """The last recordings of a model's steps. They are not copied or saved with the model."""
+class Derived:
+    """A collection that is not copied or saved with the model that stores it."""
 
-    def __deepcopy__(self, memo: object) -> Recordings:
-        return Recordings()
+    def __deepcopy__(self, memo: object) -> Derived:
+        return type(self)()
 
-    def __reduce__(self) -> tuple[type[Recordings], tuple[()]]:
-        return Recordings, ()
+    def __reduce__(self) -> tuple[type[Derived], tuple[()]]:
+        return type(self), ()
+
+
+class Recordings(Derived, list["Recording"]):
+    """The last recordings of a model's steps."""
 
     def keep(self, recording: Recording) -> None:
         self.insert(0, recording)
@@ -456,34 +458,31 @@ class Unchanged:
         self._hooks += [hooks._global_forward_hooks, hooks._global_forward_pre_hooks]
         tables = [state[name] for state in self._states for name in ("_modules", "_parameters", "_buffers")]
         self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
-        self._items = self._present()
+        self._items = list(self._present())
         self._tensors = [item for item in self._items if isinstance(item, Tensor)]
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._then = self._facts()
 
     def holds(self) -> bool:
         """Return whether nothing has changed."""
-        items = self._present()
-        if any(self._hooks) or any(self._empty) or len(items) != len(self._items):
-            return False
-        if not all(map(is_, items, self._items)):
+        if any(self._hooks) or any(self._empty) or not all(map(is_, self._present(), self._items)):
             return False
         return self._facts() == self._then
 
-    def _present(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+    def _present(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def _facts(self) -> list[object]:
-        modes = chain(map(itemgetter("training"), self._states), map(dict.get, self._states, repeat("forward")))
-        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(attrgetter("_version"), self._versioned)]
+        sizes = sum(map(len, self._tables)), sum(map(len, self._states))  # ``forward`` may be among new attributes
+        facts = map(Tensor.data_ptr, self._tensors), map(attrgetter("_version"), self._versioned)
+        return [*sizes, *map(itemgetter("training"), self._states), *chain(*facts)]
 
 
 # One step of generation, recorded once and then run without Python.
 #
-# A step of one token for each row calls some thousand Python functions and a few hundred small operators. On a CPU
-# these take longer than the products where batches and models are small. :func:`record` notes the operators while the
-# model makes a step (nothing is compiled), and PyTorch's interpreter runs this list from then on. The model stores its
-# recordings, which end when it changes.
+# A step of one token for each row calls some thousand Python functions and a few hundred small operators, which take
+# longer than the products where batches and models are small. :func:`record` notes the operators while the model makes
+# a step, and PyTorch's interpreter runs this list from then on. The model stores its recordings until it changes.
 #
 # :func:`record` refuses a step that a list cannot hold, and the model is then stepped in Python:
 #
@@ -491,15 +490,13 @@ class Unchanged:
 # * leaves of the state change their shape, or the host counts other numbers than the bounds of reserved slots;
 # * the operators depend on the length: past slots enter as views of growing length, and the list that was noted with
 #   one past slot must equal the list with the most slots that the buffers hold, except for numbers that count slots.
-#   Where the steps of a short past differ, the list begins at the present length.
-#
-# The first recorded step must also agree with the model's step.
+#   Where the steps of a short past differ, the list begins at the present length;
+# * the first recorded step differs from the model's step.
 #
 # ``benchmarks/step_recording.py`` keeps it: by ``step_recording.json``, a recorded step takes 0.55 to 0.64 of the time
-# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``. ``torch.export``'s
-# graph is as slow as Python, and AOTInductor's step takes tens of seconds and a C++ compiler to make, where a recording
-# takes the time of seven steps. AOTInductor replaces the recording when it makes an equally fast step within 0.1 s. If
-# PyTorch drops TorchScript's interpreter earlier, sessions step in Python (:func:`record_step`).
+# of a step in Python. Delete it when every row ``recorded`` is above 0.9 of the row ``in Python``, or AOTInductor makes
+# an equally fast step within 0.1 s instead of tens of seconds; a recording takes the time of seven steps. If PyTorch
+# drops TorchScript's interpreter earlier, sessions step in Python (:func:`record`).
 
 _NEAR = 1e-3
 """The largest difference between the logits of a recorded step and the model's, relative to the largest logit. In
@@ -516,18 +513,25 @@ def logits_after(model: CausalModel, tokens: Tensor, state: State) -> tuple[Tens
     return model.logits(map_tensors(lambda x: x[:, -1:], inputs))[:, 0], state
 
 
+def logits_alone(model: CausalModel, tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
+    """Return the logits of :func:`logits_after` as the outputs of a step, and the state after it."""
+    logits, state = logits_after(model, tokens, state)
+    return (logits,), state
+
+
 class Recording:
     """The recorded step of a model; :meth:`begin` steps a state by it.
 
-    ``function`` is the list of operators, of ``tokens`` [batch, time], views of the reserved slots, all other leaves of
-    the state and the model's tensors ``captured``. Each reservation has ``least`` past slots or more and retains
-    ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was recorded from, are stored.
+    ``function`` is the list of operators, of ``tokens`` [batch, time], the buffers of reserved slots, all other leaves
+    of the state, the model's tensors ``captured`` and the bounds of the slots. Each reservation has ``least`` past
+    slots or more and retains ``retained`` of its slots, None for all. Only the sizes of ``state``, which the step was
+    recorded from, are stored.
     ``twins`` are pairs of leaves that must be equal, of which the function reads the first.
     """
 
     def __init__(
         self,
-        function: Function,
+        function: Callable[..., Any],
         captured: Sequence[Tensor],
         model: Model | nn.Module,
         state: State,
@@ -538,16 +542,21 @@ class Recording:
     ) -> None:
         self.function, self.captured, self.twins = function, captured, twins
         self.least, self.retained, self.time = least, retained, time
-        self._form, self._most = _form(state), [part.capacity for part in _parts(state)]
+        self._form, self._most = self.form(state), [part.capacity for part in _parts(state)]
         self.holds = Unchanged([model]).holds
+
+    def form(self, state: State) -> object:
+        """Return the types and sizes of ``state`` that the recording holds for, without the number of past slots."""
+        return [part.slots.full for part in _parts(state)], *_sizes(state)
 
     def begin(self, state: State, time: int = 1) -> RecordedStep | None:
         """Return steps of ``time`` tokens from ``state`` on; None for another time, or a state of other sizes."""
         narrow = autocast_dtype(next(tensors(state)).device) is not None
-        if narrow or time != self.time or _form(state) != self._form:
-            return None
+        return None if narrow or time != self.time or self.form(state) != self._form else self._begin(state)
+
+    def _begin(self, state: State) -> RecordedStep | None:
         for part, least, most in zip(_parts(state), self.least, self._most, strict=True):
-            full = part.slots.stop + time > part.capacity
+            full = part.slots.stop + self.time > part.capacity
             if full or part.capacity > most or part.slots.stop - part.slots.start < least:
                 return None
         leaves = _leaves(state)
@@ -560,9 +569,10 @@ class RecordedStep:
     """A :class:`Recording` at work, and the state that it steps."""
 
     def __init__(self, recording: Recording, state: State) -> None:
-        self.recording, self._state = recording, state
+        self.recording, self.state = recording, state
         self._parts = _parts(state)
-        self._bounds = [(part.slots.start, part.slots.stop) for part in self._parts]
+        self._bounds = _bounds(state)
+        self._buffers = [buffer for part in self._parts for buffer in part.buffers]
         self._leaves = _leaves(state)
 
     @property
@@ -572,66 +582,53 @@ class RecordedStep:
         room = all(end <= part.capacity for part, end in zip(self._parts, ends, strict=True))
         return room and self.recording.holds()
 
-    def step(self, tokens: Tensor) -> Tensor:
-        """Return logits [batch, vocab] after ``tokens`` [batch, 1], which the state absorbs."""
-        return self.outputs(tokens)[0]
-
     def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the outputs of a step of ``tokens`` [batch, time], which the state absorbs."""
-        recording = self.recording
-        views: list[Tensor] = []
-        after = []
-        for part, (start, stop), retained in zip(self._parts, self._bounds, recording.retained, strict=True):
-            end = stop + recording.time
-            views += part.views(start, stop, recording.time)
-            after.append((start if retained is None else max(start, end - retained), end))
+        recording, after = self.recording, self._bounds_after()
+        bounds = chain.from_iterable((start, end) for (start, _), (_, end) in zip(self._bounds, after, strict=True))
         self._bounds = after
         # Optimised execution makes the first steps slow and the others no faster.
         with torch.jit.optimized_execution(False):
-            outputs = recording.function(tokens, *views, *self._leaves, *recording.captured)
+            outputs = recording.function(tokens, *self._buffers, *self._leaves, *recording.captured, *bounds)
         count = len(outputs) - len(self._leaves)
         self._leaves = list(outputs[count:])
         return outputs[:count]
 
+    def _bounds_after(self) -> list[tuple[int, int]]:
+        """Return the bounds of the past slots after another step."""
+        ends = [stop + self.recording.time for _, stop in self._bounds]
+        return [
+            (start if retained is None else max(start, end - retained), end)
+            for (start, _), end, retained in zip(self._bounds, ends, self.recording.retained, strict=True)
+        ]
+
     def release(self) -> State:
         """Return the state, for steps in Python; this object must not be used any more."""
         bounds, leaves = iter(self._bounds), iter(self._leaves)
-        return _map(self._state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
+        return _map(self.state, lambda part: part.moved_on(*next(bounds), next(leaves)), lambda _: next(leaves))
 
 
-def record(model: CausalModel, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded step of ``model`` that absorbs ``tokens`` [batch, 1] after ``state``.
+def record(model: CausalModel, tokens: Tensor, state: State, absorb: Callable[..., Any] = logits_alone) -> Recording:
+    """Return the recorded step ``absorb(model, tokens, state)`` of ``tokens`` [batch, time] after ``state``.
 
     The state is not stepped, but slots after its past are written to.
 
     Errors: :class:`UnrecordableError` with the reason.
     """
-
-    def step(tokens: Tensor, state: State) -> tuple[tuple[Tensor, ...], State]:
-        logits, after = logits_after(model, tokens, state)
-        return (logits,), after
-
-    return record_step(step, model, tokens, state)
-
-
-def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
-    """Return the recorded ``step``, a function of ``model``, that absorbs ``tokens`` [batch, time] after ``state``;
-    otherwise like :func:`record`."""
-    parts, time = _parts(state), tokens.shape[1]
+    parts, time, step = _parts(state), tokens.shape[1], partial(absorb, model)
     if any(part.slots.stop + time > part.capacity for part in parts):
         raise UnrecordableError("the reserved slots are used up, or not laid out yet", 1)
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise UnrecordableError("a module has hooks, which run in Python")
     if autocast_dtype(tokens.device) is not None:
         raise UnrecordableError("autocast is on, and may be off at the next step")
-    now = [(part.slots.start, part.slots.stop) for part in parts]
+    if tokens.device.type in CAPTURES:
+        return _record_graph(step, model, tokens, state)
+    now = _bounds(state)
     one_slot = [(max(start, stop - 1), stop) for start, stop in now]
-    random = torch.get_rng_state()
     taped = _tape_step(step, tokens, _open(state, one_slot, time))
-    if not torch.equal(random, torch.get_rng_state()):
-        raise UnrecordableError("a step draws random numbers")
-    if [(x.shape, x.dtype) for x in taped.leaves] != [(x.shape, x.dtype) for x in _leaves(state)]:
-        raise UnrecordableError("a leaf of the state changes its shape")
+    if taped.tape.mixed is not None:
+        raise UnrecordableError(f"the operator {taped.tape.mixed} gives tensors and other values")
     calls, bounds, tapes = taped.tape.calls, now, [taped.tape]
     expected = [*taped.outputs, *taped.leaves]
     if parts:
@@ -661,7 +658,7 @@ def record_step(step: Step, model: Model | nn.Module, tokens: Tensor, state: Sta
             break
         twins = stay
     try:
-        function = compile_calls(simple, taped.inputs, len(captured), results)
+        function = compile_calls(simple, taped.inputs, len(captured), results, [len(part.buffers) for part in parts])
     except Exception as error:
         raise UnrecordableError(f"PyTorch cannot write it down: {error}") from error
     least = [stop - start for start, stop in bounds]
@@ -699,14 +696,20 @@ class _TapedStep(NamedTuple):
 
 def _tape_step(step: Step, tokens: Tensor, opened: object) -> _TapedStep:
     """Return a step of ``tokens`` from the state ``opened`` on tape."""
-    parts = _parts(opened)
+    parts, before = _parts(opened), _leaves(opened)
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    random = [generator.get_state() for generator in generators]
     views = [view for part in parts for view in part.buffers]
-    inputs = (tokens, *views, *_leaves(opened))
+    inputs = (tokens, *views, *before)
     tape = Tape(inputs)
     # Attention of one query is recorded as PyTorch's kernel, which the operator in C then replaces.
-    in_c = {"attend": native.attend} if is_native() else {}
+    in_c = {"attend": native.attend} if tokens.device.type not in CAPTURES and is_native() else {}
     with tape, _WatchedReads(), substituting(in_c):
         outputs, after = step(tokens, opened)
+    if not all(map(torch.equal, random, map(torch.Generator.get_state, generators))):
+        raise UnrecordableError("a step draws random numbers")
+    if [(x.shape, x.dtype) for x in _leaves(after)] != [(x.shape, x.dtype) for x in before]:
+        raise UnrecordableError("a leaf of the state changes its shape")
     return _TapedStep(tape, len(inputs), outputs, _leaves(after), views, [part.retained for part in parts])
 
 
@@ -721,11 +724,10 @@ def _at_any_length(state: State, one: _TapedStep, other: _TapedStep) -> list[Cal
     return at_any_length(one.tape, other.tape, views)
 
 
-def _form(state: State) -> tuple[object, ...]:
+def _sizes(state: State) -> tuple[object, ...]:
     """Return the types and sizes of the state, which a recording does not read again, without the number of slots."""
-    slots = [(part.slots.full, *(buffer[:, :, :0].shape for buffer in part.buffers)) for part in _parts(state)]
-    dtypes = [part.buffers[0].dtype for part in _parts(state)]
-    return slots, dtypes, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
+    slots = [[(buffer[:, :, :0].shape, buffer.dtype) for buffer in part.buffers] for part in _parts(state)]
+    return slots, [(leaf.shape, leaf.dtype) for leaf in _leaves(state)]
 
 
 def _compare(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
@@ -766,9 +768,161 @@ def _leaves(state: State) -> list[Tensor]:
     return leaves
 
 
+def _bounds(state: State) -> list[tuple[int, int]]:
+    return [(part.slots.start, part.slots.stop) for part in _parts(state)]
+
+
 def _open(state: State, bounds: Sequence[tuple[int, int]], time: int) -> State:
     bound = iter(bounds)
     return _map(state, lambda part: part.open(part.views(*next(bound), time), part.seen), lambda leaf: leaf)
+
+
+# A step on a GPU: a CUDA graph of the launches of a step.
+#
+# A graph repeats the launches of a step on the same addresses, so the token, the state and the outputs stay in place: a
+# step copies its token in, and its last launches copy the new leaves over the old ones. The number of past slots may
+# not change either, so they are right-aligned behind invalid slots, like the past of a shorter row in a batch, and move
+# by one slot after a step. Sampling stays outside of the graph.
+#
+# A tape of the step first finds reads of the host, random numbers, copies from the host and leaves that grow, none of
+# which a graph can repeat. ``benchmarks/gpu.py`` keeps graphs: by the part ``generation`` of ``gpu.json``, a token of
+# constant states takes 0.05 to 0.14 of the time of a step in Python. Delete them when it takes 0.8.
+
+_LEAST_SLOTS = 64
+
+
+def captured(function: Callable[[], Item], device: torch.device) -> Callable[[], Item]:
+    """Return a function that repeats, as a CUDA graph, what ``function`` launches on ``device`` and returns the same
+    tensors. ``function`` is called once before, for what first calls allocate and choose."""
+    with torch.cuda.device(device):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = function()
+
+    def replay() -> Item:
+        graph.replay()
+        return result
+
+    return replay
+
+
+CAPTURES = {"cuda": captured}
+"""The types of devices whose steps are captured, and how."""
+
+
+class GraphRecording(Recording):
+    """The step of a model, ``function``, which each state captures. ``idle`` has at most one that is not in use."""
+
+    def __init__(self, step: Step, model: Model | nn.Module, tokens: Tensor, state: State, opened: object) -> None:
+        self.tokens, self.idle = tokens.clone(), list[GraphedStep]()
+        super().__init__(step, (), model, state, (), [part.retained for part in _parts(opened)], tokens.shape[1])
+
+    def form(self, state: State) -> object:
+        return self._slots(state), *_sizes(state)
+
+    def _slots(self, state: State) -> list[int]:
+        """Return the number of past slots in place of each reservation: enough for the room of ``state``."""
+        sizes = []
+        for (start, stop), part, retained in zip(_bounds(state), _parts(state), self.retained, strict=True):
+            needed = stop - start + max(part.room, self.time)
+            most = max(_LEAST_SLOTS, 1 << (needed + self.time - 1).bit_length()) - self.time
+            sizes.append(most if retained is None else min(most, retained))
+        return sizes
+
+    def in_place(self, state: State) -> State:
+        """Return a copy of ``state`` with as many slots as stay in place."""
+        sizes = zip(self._slots(state), _bounds(state), strict=True)
+
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            most, (start, stop) = next(sizes)
+            return part.relaid(SlotRange(max(0, most - stop + start), most, self.time, False))
+
+        return _map(state, relaid, torch.clone)
+
+    def _begin(self, state: State) -> RecordedStep:
+        with suppress(IndexError):
+            return self.idle.pop().load(state)
+        return GraphedStep(self, state)
+
+
+class GraphedStep(RecordedStep):
+    """A captured step and its state in place; :class:`UnrecordableError` if the device does not capture it."""
+
+    recording: GraphRecording
+
+    def __init__(self, recording: GraphRecording, state: State) -> None:
+        try:
+            super().__init__(recording, recording.in_place(state))
+            self._tokens, self._most = recording.tokens.clone(), [stop for _, stop in self._bounds]
+            self._replay = CAPTURES[self._tokens.device.type](self._go, self._tokens.device)
+            self.load(state)
+        except RuntimeError as error:  # also where memory is short
+            raise UnrecordableError(f"it cannot be captured as a graph: {error}") from error
+
+    def load(self, state: State) -> GraphedStep:
+        """Copy ``state`` into place, and return this step to continue from there."""
+        self._bounds, self._slots = _bounds(state), [part.slots for part in _parts(state)]
+        for place, value in zip(tensors(self.state), tensors(self.recording.in_place(state)), strict=True):
+            place.copy_(value)
+        return self
+
+    @property
+    def goes_on(self) -> bool:
+        after = zip(self._bounds_after(), self._most, strict=True)
+        return all(stop - start <= most for (start, stop), most in after) and self.recording.holds()
+
+    def outputs(self, tokens: Tensor) -> Sequence[Tensor]:
+        self._tokens.copy_(tokens)
+        self._bounds = self._bounds_after()
+        return [output.clone() for output in self._replay()]
+
+    def release(self) -> State:
+        past, leaves = zip(self._bounds, self._slots, strict=True), iter(self._leaves)
+
+        def relaid(part: ReservedSlots) -> ReservedSlots:
+            ((start, stop), before), _ = next(past), next(leaves)
+            first, room = min(start, 1), max(before.room - (stop - before.stop), 0)
+            return part.relaid(SlotRange(first, first + stop - start, room, before.full))
+
+        state = _map(self.state, relaid, lambda _: next(leaves).clone())
+        self.recording.idle[:] = [self]
+        return state
+
+    def _go(self) -> tuple[Tensor, ...]:
+        """Step the state in place, and return the outputs: the launches that a graph repeats."""
+        time, bounds = self.recording.time, [(0, most) for most in self._most]
+        outputs, after = self.recording.function(self._tokens, _open(self.state, bounds, time))
+        held = {x.untyped_storage()._cdata for x in tensors(self.state)}
+        apart = [x.clone() if x.untyped_storage()._cdata in held else x for x in (*outputs, *_leaves(after))]
+        for leaf, value in zip(self._leaves, apart[len(outputs) :], strict=True):
+            leaf.copy_(value)
+        for buffer in chain.from_iterable(part.buffers for part in self._parts):
+            buffer[:, :, :-time] = buffer[:, :, time:].clone()
+        return tuple(apart[: len(outputs)])
+
+
+def _record_graph(step: Step, model: Model | nn.Module, tokens: Tensor, state: State) -> Recording:
+    opened = _open(state, _bounds(state), tokens.shape[1])
+    outputs, after = step(tokens, opened)
+    recording = GraphRecording(step, model, tokens, state, opened)
+    place = recording.in_place(state)
+    tape = _tape_step(step, tokens, _open(place, [(0, stop) for _, stop in _bounds(place)], recording.time)).tape
+    for call in tape.calls:
+        operands = [tape.tensor(ref) for ref in (*_flat(call.arguments, Ref), *map(Ref, call.results))]
+        host = [x for x in operands if x.device != tokens.device]
+        copies = call.operator._schema.name in ("aten::to", "aten::_to_copy", "aten::copy_")
+        # Other operators take a number of the host, without dimensions, as a constant.
+        if host and len(host) < len(operands) and (copies or any(map(Tensor.dim, host))):
+            raise UnrecordableError("a step copies between the host and the device")
+    del place, tape  # a cache may be large
+    trial = GraphedStep(recording, state)
+    _compare([*trial.outputs(tokens), *trial._leaves], [*outputs, *_leaves(after)])
+    recording.idle.append(trial)
+    return recording
 
 
 # The leaves of a state by name and in order, for a graph without Python, which takes and returns them.

@@ -168,7 +168,8 @@ def penalise_repetition(logits: Tensor, present: Tensor, penalty: float) -> Tens
 def draw(logits: Tensor, sampling: Sampling, uniform: Callable[[], Tensor]) -> Tensor:
     """Return tokens [batch] int64 for ``logits`` [batch, vocab] by ``uniform``, [batch, 1] float64, unless greedy."""
     if sampling.temperature == 0:
-        return logits.argmax(dim=-1)
+        # In float32, which takes a third of the time of bfloat16.
+        return (logits.float() if logits.element_size() < 4 else logits).argmax(dim=-1)
     probabilities, tokens = candidates(logits, sampling)
     mass = probabilities.cumsum(dim=-1)
     # Inversion: the first token whose cumulated mass exceeds u times the whole.

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from kinformer.core.model import CausalModel, Model, device_of
 from kinformer.core.state import ReservedState, State, map_tensors, nbytes, rebuilt, reclaimed, repeat_rows, reserve
 from kinformer.generation.recording import (
+    CAPTURES,
     RecordedStep,
     Recording,
     UnrecordableError,
     logits_after,
+    logits_alone,
     record,
     recordings_of,
 )
@@ -29,6 +31,7 @@ from kinformer.generation.sampling import Noted, SamplingOptions, StopTokens, To
 from kinformer.runtime.compiling import trusted_arguments
 from kinformer.runtime.errors import KinformerError, plural, require
 from kinformer.runtime.process import FEW, few_rows
+from kinformer.runtime.progress import note_once
 
 # The requirements of generation: on the model, and on the prompt.
 
@@ -64,12 +67,8 @@ def require_ids(model: CausalModel, low: int, high: int) -> None:
         )
 
 
-# The recent text of a session, and earlier states to which the session can go back.
-#
-# A mark holds a state and the text since the mark. To go back, the session takes the state of a mark, at no cost
-# (values never change, reserved parts are reclaimed). The rest of the text is absorbed with the next tokens, as one
-# chunk. By partition invariance the result is the same as if the removed text had never been read, whatever the
-# mechanism.
+# The recent text of a session, and the marks to which the session can go back, at no cost: values never change, and
+# reserved parts are reclaimed.
 
 HeadInputs = Tensor | tuple[Tensor, ...]
 """The inputs of the head, from ``CausalModel.head_inputs``: a tensor or a NamedTuple of tensors [batch, time, ...]."""
@@ -220,13 +219,15 @@ _LOOKS_EVERY = 16
 
 
 class Steps:
-    """The steps of a session: in Python, and in long generation by a recorded step.
+    """The steps of a session, of ``time`` tokens: in Python, and in long generation by a recorded step.
 
     ``room`` is the expected number of steps of ``model``. With ``recorded``, a step is recorded where possible.
     """
 
-    def __init__(self, model: CausalModel, room: int, recorded: bool) -> None:
-        self.model, self.recorded = model, recorded
+    absorb = staticmethod(logits_alone)
+
+    def __init__(self, model: CausalModel, room: int, recorded: bool, time: int = 1) -> None:
+        self.model, self.recorded, self.time = model, recorded, time
         self._dtype = _dtype(model)
         self.made, self.record_at = 0, EARLY if room >= LONG else LATE
         self.running: RecordedStep | None = None
@@ -243,15 +244,14 @@ class Steps:
         if self._looks_back is None:
             self._looks_back = _has_slots(state)
         with few_rows(tokens.device, tokens.shape[0] < FEW or self._looks_back):
-            if self.running is not None and self.running.goes_on:
-                return self.running.step(tokens), state
-            self.require_dtype()
-            state = self.settled(state)
-            with trusted_arguments():
-                self.running = self._recorded(tokens, state)
-                if self.running is None:
-                    return logits_after(self.model, tokens, state)
-            return self.running.step(tokens), state
+            if self.running is None or not self.running.goes_on:
+                self.require_dtype()
+                state = self.settled(state)
+                with trusted_arguments():
+                    self.running = self._recorded(tokens, state)
+                    if self.running is None:
+                        return logits_after(self.model, tokens, state)
+            return self.running.outputs(tokens)[0], self.running.state
 
     def require_dtype(self) -> None:
         """Raise where the dtype of the weights has changed since the session began: its state has the old dtype."""
@@ -267,25 +267,23 @@ class Steps:
             state, self.running = self.running.release(), None
         return state
 
-    def abandon(self) -> None:
-        """Drop the running recording and its state, before the session returns to an earlier state."""
-        self.running = None
-
     def _recorded(self, tokens: Tensor, state: State) -> RecordedStep | None:
         """Return a recorded step that begins at ``state``; None where no recording fits or pays yet."""
         if not self.recorded:
             return None
-        for recording in self._earlier():
-            if (running := recording.begin(state)) is not None:
-                self._recording = recording
-                return running
-        if self.made > self.record_at:
-            try:
-                self._recording = record(self.model, tokens, state)
+        try:
+            for recording in self._earlier():
+                if (running := recording.begin(state, self.time)) is not None:
+                    self._recording = recording
+                    return running
+            if self.made > self.record_at:
+                self._recording = record(self.model, tokens, state, self.absorb)
                 recordings_of(self.model).keep(self._recording)
-                return self._recording.begin(state)
-            except UnrecordableError as refused:
-                self.record_at = self.made + (refused.steps or 7 * self.made) - 1
+                return self._recording.begin(state, self.time)
+        except UnrecordableError as refused:
+            if refused.steps is None and tokens.device.type in CAPTURES:
+                note_once(f"the steps of generation run in Python here, not as a graph of the GPU: {refused}.")
+            self.record_at = self.made + (refused.steps or 7 * self.made) - 1
         return None
 
     def _earlier(self) -> Sequence[Recording]:
@@ -532,7 +530,7 @@ class Session:
         """Go back to the last mark; the text after the mark becomes pending again."""
         assert self._history is not None
         mark = self._history.marks[-1]
-        self._stepping.abandon()
+        self._stepping.settled(None)
         self._state = mark.state = None if mark.state is None else reclaimed(mark.state)
         self._logits, self._ends, self._pending = mark.logits, mark.ends, list(mark.entries)
 

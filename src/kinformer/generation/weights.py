@@ -1,8 +1,5 @@
 """Weights for inference: in 16 and 8 bits, and packed for products of few rows.
 
-Narrow weights come first (:func:`as_weights`), then packed weights (:func:`pack`), then the copies for inference that
-a model stores (:func:`inference_copy`).
-
 Weights in 16 and 8 bits take less memory, and products of few rows read fewer bytes.
 
     w ~ s q,    s >= max |w| / 127,    q = round(w / s) in -127 .. 127        one scale s for each row of a matrix w
@@ -37,16 +34,16 @@ from torch.nn import functional
 from kinformer.core.parts import UnpackedLinear, is_plain
 from kinformer.generation import native
 from kinformer.generation.native import is_native
-from kinformer.generation.recording import Unchanged
+from kinformer.generation.recording import Derived, Unchanged
 from kinformer.generation.session import LONG
 from kinformer.runtime.errors import KinformerError
 from kinformer.runtime.process import emulates_bfloat16, product_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
 
-FEW = 64
-"""Rows up to which the operator in C multiplies. For more rows the matrix is unpacked for PyTorch's product, which then
-takes more time than unpacking."""
+FEW = 128
+"""Rows up to which the operator in C multiplies. For more the matrix is unpacked for PyTorch's product, which is faster
+in 16 bits from 192 rows on (``products`` in ``llama_cpp.json``)."""
 FEW_IN_PYTORCH, MULTIPLE = 16, 32
 """PyTorch's product of 8-bit weights is used for at most so many rows; its columns are a multiple of the second."""
 
@@ -275,9 +272,7 @@ def is_few(x: Tensor) -> bool:
 def _product(x: Tensor, packed: Tensor, out: int, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     taken = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
     scales, bias = (native.NONE if item is None else item for item in (scales, bias))
-    return native.product(taken.contiguous(), packed, out, scales, bias, native.NONE, native.NONE, 0.0, False).to(
-        x.dtype
-    )
+    return native.product(taken.contiguous(), packed, out, scales, bias).to(x.dtype)
 
 
 def can_pack(model: nn.Module) -> bool:
@@ -310,14 +305,8 @@ def _is_product(module: nn.Module) -> TypeGuard[nn.Linear]:
     return plain and "weight" in module._parameters  # narrow weights have a layout already
 
 
-class InferenceCopies(dict[str | None, tuple[Unchanged, nn.Module]]):
-    """The copies of a model by the type of their weights. They are not copied or saved with it."""
-
-    def __deepcopy__(self, memo: object) -> InferenceCopies:
-        return InferenceCopies()
-
-    def __reduce__(self) -> tuple[type[InferenceCopies], tuple[()]]:
-        return InferenceCopies, ()
+class InferenceCopies(Derived, dict[str | None, tuple[Unchanged, nn.Module]]):
+    """The copies of a model by the type of their weights."""
 
 
 def inference_copy(model: Model, steps: int, weights: str | None = None) -> Model:

@@ -197,7 +197,7 @@ def directions(shape: tuple[int, ...], orthogonal: bool, seed: int | None = None
         return torch.randn(size, generator=generator, device=device)
 
     gaussian = normal(*shape)
-    if not orthogonal:
+    if not orthogonal or gaussian.is_meta:  # whose signs and norms would load PyTorch's compiler
         return gaussian
     *outer, count, width = shape
     q, r = torch.linalg.qr(normal(*outer, -(-count // width), width, width))

@@ -95,7 +95,8 @@ class Rope(Position):
             self.magnitude = config.attention_factor
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = ((turn * self.magnitude).to(q.dtype) for turn in self._turns(positions))
+        turns = self._turns(positions)
+        cos, sin = ((x if self.magnitude == 1 else x * self.magnitude).to(q.dtype) for x in turns)
         if q.shape[2] == 1 and q.dtype == k.dtype:  # a step of generation: operators take longer to start than to turn
             heads = [q.shape[1], k.shape[1]]
             turned_q, turned_k = self._turn(torch.cat([q, k], 1), cos, sin).split(heads, 1)
@@ -206,6 +207,7 @@ class Alibi(FollowsHeads, Position):
         def build_heads(self, dim: int, num_heads: int, head_dim: int) -> Alibi:
             return Alibi(num_heads)
 
+    relative_tables = ("bias",)
     exponents: Tensor  # whole numbers, which keep their values when a model changes its dtype
 
     def __init__(self, num_heads: int) -> None:
@@ -262,6 +264,7 @@ class T5(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("bias",)
         self.config, self.shared, self.one_sided = config, config.shared, not config.bidirectional
         self.table = nn.Parameter(torch.randn(config.num_buckets, num_heads) * dim**-0.5)
 
@@ -350,6 +353,7 @@ class Shaw(Position):
         shape = (2 * config.max_distance + 1, head_dim)
         self.key_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape)))
         self.value_table = nn.Parameter(nn.init.xavier_uniform_(torch.empty(shape))) if config.on_values else None
+        self.relative_tables = ("keys", "values") if config.on_values else ("keys",)
 
     def values(self, v: Tensor) -> Tensor:
         return v if self.value_table is None else v + self.value_table[0].to(v.dtype)
@@ -397,6 +401,7 @@ class TransformerXL(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("keys",)
         if dim % 2:
             raise KinformerError(f"xl positions need an even width, but dim is {dim}.")
         self.config, self.dim, self.shape = config, dim, (num_heads, head_dim)
@@ -493,6 +498,7 @@ class DistanceAware(Position):
 
     def __init__(self, config: Config, dim: int, num_heads: int, head_dim: int) -> None:
         super().__init__()
+        self.relative_tables = ("factor",)
         self.steepness = nn.Parameter(torch.zeros(num_heads))
         spread, device = config.spread, self.steepness.device  # transformers has linspace on the CPU unless named
         self.rate = nn.Parameter(torch.linspace(-spread, spread, num_heads, device=device))

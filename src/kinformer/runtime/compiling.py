@@ -94,17 +94,19 @@ def has_triton() -> bool:
 # Models of shapes only, built without PyTorch's compiler.
 #
 # On the meta device PyTorch computes draws and elementwise operations by references in Python, and the first one loads
-# the compiler: 1.6 s of processor time, as much as PyTorch itself. The draws of an initialisation, and their scaling
-# by a number, have nothing to compute there, so they are left out; every other operation is PyTorch's.
+# the compiler: 1.6 s of processor time, as much as PyTorch itself. The draws of an initialisation, and what is computed
+# from them element by element, have nothing to compute there, so they are left out; every other operation is PyTorch's.
 
 DRAWN = {torch.randn, torch.rand}
 FILLED = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_}
-SCALED = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__}
-_CHANGED = DRAWN | FILLED | SCALED
+COMPUTED = {Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.div, Tensor.__truediv__, Tensor.add, Tensor.__add__}
+COMPUTED |= {Tensor.__rsub__, Tensor.pow, Tensor.__pow__, Tensor.neg, Tensor.__neg__, Tensor.exp_, Tensor.log_}
+COMPUTED |= {Tensor.softmax, torch.log, torch.expm1, nn.functional.normalize}
+_CHANGED = DRAWN | FILLED | COMPUTED
 
 
 class _ShapesOnly(TorchFunctionMode):
-    """The mode in which tensors of the meta device are neither drawn nor scaled."""
+    """The mode in which tensors of the meta device are neither drawn nor computed from draws."""
 
     def __torch_function__(
         self, func: Callable[..., object], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -119,7 +121,9 @@ class _ShapesOnly(TorchFunctionMode):
         if isinstance(tensor, Tensor) and tensor.is_meta:
             if func in FILLED:
                 return tensor
-            if func in SCALED and tensor.is_floating_point() and isinstance(args[1], (int, float)):
+            form = tensor.shape, tensor.dtype
+            others = ((other.shape, other.dtype) == form for other in args[1:] if isinstance(other, Tensor))
+            if func in COMPUTED and tensor.is_floating_point() and all(others):
                 return tensor.detach()
         return func(*args, **options)
 

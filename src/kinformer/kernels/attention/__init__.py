@@ -86,7 +86,7 @@ class Needs(NamedTuple):
         return cls(
             pattern.band is not None,
             form=score.form,
-            tables=_tables(position.relative(0, 1)),
+            tables=_tables(position.relative(0, 1)) if position.relative_tables is None else position.relative_tables,
             dropout=dropout > 0,
             lse=lse,
         )
@@ -281,8 +281,8 @@ def choose_impl(
         return "chunked"
     if time == 1 and substitute("attend"):
         # While a step is recorded, its calls of PyTorch's kernel stand for the operator in C, which is the faster one
-        # at any number of past slots (``generation.fusing``).
-        few = q.shape[0] * q.shape[1] < table.few_heads
+        # at any number of rows and past slots (``generation.fusing``).
+        few = True
     elif by_onednn(q) and q.element_size() >= 4:
         few = not _slow_to_begin(q, k)
     elif time == 1:

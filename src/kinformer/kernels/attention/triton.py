@@ -28,7 +28,6 @@ from kinformer.runtime.autograd import Context, check_reverse, first_order
 from kinformer.runtime.compiling import spare_operators
 from kinformer.runtime.errors import KinformerError
 
-FORMS = ("dot", "capped", "modulus")
 _EPS = tl.constexpr(EPS)
 
 

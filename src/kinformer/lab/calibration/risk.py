@@ -43,10 +43,10 @@ def p_value(risk: float, samples: int, delta: float, bound: Bound) -> float:
     hoeffding = exp(-2 * samples * max(0.0, delta - risk) ** 2)
     if bound == "hoeffding":
         return hoeffding
-    # min(exp(-n kl(min(E, delta), delta)), e P(Bin(n, delta) <= ceil(n E)))
+    # min(exp(-n kl(min(E, delta), delta)), e P(Bin(n, delta) <= ceil(n E))); an error of rounding raises no whole n E
     least = min(risk, delta)
     kl = (least * log(least / delta) if least else 0.0) + (1 - least) * log((1 - least) / (1 - delta))
-    return min(exp(-samples * kl), exp(1) * _binomial(_rounded_up(samples * risk), samples, delta))
+    return min(exp(-samples * kl), exp(1) * _binomial(ceil(samples * risk - 1e-9), samples, delta))
 
 
 def samples_needed(delta: float, epsilon: float, bound: Bound) -> int:
@@ -121,27 +121,6 @@ def _common(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         # maximum along a row is the term L(i, j-1).
         before = np.maximum.accumulate(after, axis=1)
     return before[:, -1]
-
-
-def upper_bound(losses: np.ndarray, confidence: float) -> float:
-    """Return an upper bound on the expected loss, from independent ``losses`` [n] in [0, 1]. The expected loss exceeds
-    the bound with a probability of at most 1 - confidence. By Bentkus' inequality (2004) the bound is the largest r
-    with e P(Bin(n, r) <= ceil(sum of losses)) > 1 - confidence."""
-    count, total = len(losses), _rounded_up(float(losses.sum()))
-    low, high = float(losses.mean()), 1.0
-    # Bisection; after 60 halvings the interval is below the resolution of float64.
-    for _ in range(60):
-        middle = (low + high) / 2
-        if exp(1) * _binomial(total, count, middle) > 1 - confidence:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _rounded_up(total: float) -> int:
-    # A rounding error in the sum must not raise a whole number to the next whole number.
-    return ceil(total - 1e-9)
 
 
 def _binomial(limit: int, count: int, share: float) -> float:

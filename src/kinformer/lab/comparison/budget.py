@@ -189,8 +189,11 @@ class Turn:
         }  # fmt: skip
 
 
-def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps: int) -> Turn:
-    """Return a run before its first step, in a new folder; ``steps`` is a forecast."""
+def open_turn(contestant: Contestant, options: CompareOptions, seed: int, steps: int, end: float) -> Turn:
+    """Return a run before its first step, in a new folder; ``steps`` is a forecast. After the time ``end``, by
+    ``time.monotonic()``, no run is opened."""
+    if time.monotonic() > end:
+        raise over(options)
     settings = {"validation_tokens": validated(options, steps), "checkpoint_every": 0}
     assert contestant.record.lr is not None
     trained = contestant.options(Path(options.out), contestant.record.lr, seed, max(1, steps), **settings)
@@ -232,6 +235,8 @@ class Turns:
     def add(self, turns: Sequence[Turn]) -> None:
         """Add runs, and let them make as many steps as the others have made."""
         for turn in turns:
+            if time.monotonic() > self.end:
+                raise over(self.options)
             with guarded(turn.contestant, "its first training steps"):
                 turn.make(1)  # slower than all others
                 turn.rounds.clear()
@@ -322,6 +327,14 @@ class Turns:
         self._leave_failed_out()
 
 
+def over(options: CompareOptions) -> KinformerError:
+    """Return the error for total minutes that end before training."""
+    return KinformerError(
+        f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more minutes or "
+        "fewer members, or repeat it when nothing else runs."
+    )
+
+
 def plan_text(turns: Turns) -> list[str]:
     """Return sentences about the plan: the steps of each run, and whether they suffice.
 
@@ -329,10 +342,7 @@ def plan_text(turns: Turns) -> list[str]:
     """
     names, options, steps = {turn.contestant.name for turn in turns.turns}, turns.options, turns.steps
     if steps <= PROBES:
-        raise KinformerError(
-            f"`total_minutes` {options.total_minutes:g}: is over before the first round of steps; give more minutes or "
-            "fewer members, or repeat it when nothing else runs."
-        )
+        raise over(options)
     runs = plural(len(turns.turns), "run") if len(turns.turns) > len(names) else "one run each"
     tokens = options.row_length * (options.batch_size or 1)
     plan = (

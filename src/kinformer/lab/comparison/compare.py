@@ -171,11 +171,11 @@ def _within(
     if stored is None:
         seed = options.seed
         with clock("training"):
-            first = [open_turn(item, options, seed, sizes.steps) for item in still_in(contestants)]
+            first = [open_turn(item, options, seed, sizes.steps, end) for item in still_in(contestants)]
             turns = Turns(first, options, end, measured_until - began)
             seeds = options.seeds or min(MOST_SEEDS, max(1, turns.steps // SEED_STEPS))
             more = [(item, seed + number) for number in range(1, seeds) for item in still_in(contestants)]
-            turns.add([open_turn(item, options, number, sizes.steps) for item, number in more])
+            turns.add([open_turn(item, options, number, sizes.steps, end) for item, number in more])
         for contestant in still_in(contestants):
             count = plural(contestant.parameters, "parameter")
             note(f"{contestant.name}: {count}, learning rate {contestant.record.lr:g}")

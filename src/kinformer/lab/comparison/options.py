@@ -14,32 +14,26 @@ from kinformer.runtime.errors import KinformerError, choose, marked, require, re
 from kinformer.runtime.parsing import parse_counts
 
 HYBRID = "hybrid=gated-deltanet:3,rope:1"
-DEFAULT_USE = "text"
 USES: Mapping[str, Mapping[str, Any]] = {
     "text": {
-        "members": ("rope", "local", "forgetting", "gated-deltanet", HYBRID), "total_minutes": 20.0,
+        "members": ("rope", "local", "forgetting", "gated-deltanet", HYBRID),
         "set": {"local:layers.*.mixer.pattern.window": "64"},
     },
     "long": {
         "members": ("rope", "forgetting", "mamba2", "gated-deltanet", HYBRID), "total_minutes": 30.0,
         "length": 1024, "batch_size": 1, "contexts": "1x,4x,16x", "lengths": "1024,4096,16384",
     },
-    "recall": {
-        "members": ("rope", "linear-transformer", "mamba2", "gated-deltanet", HYBRID), "task": "recall",
-        "total_minutes": 20.0,
-    },
+    "recall": {"members": ("rope", "linear-transformer", "mamba2", "gated-deltanet", HYBRID), "task": "recall"},
     "speed": {
-        "members": ("rope", "local", "linear-transformer", "mamba2", "gated-deltanet"), "total_minutes": 20.0,
-        "lengths": "512,2048,8192",
+        "members": ("rope", "local", "linear-transformer", "mamba2", "gated-deltanet"), "lengths": "512,2048,8192",
     },
-    "memory": {
-        "members": ("rope", "local", "mla", "mamba2", "gated-deltanet"), "total_minutes": 20.0,
-        "lengths": "512,2048,8192",
-    },
+    "memory": {"members": ("rope", "local", "mla", "mamba2", "gated-deltanet"), "lengths": "512,2048,8192"},
 }  # fmt: skip
 """The members of each use, and its values of missing options. The window of ``local`` is narrow, because otherwise the
 window is as long as a training row and ``local`` trains exactly as ``rope``. No member for long texts has learned
 positions, because a model with learned positions cannot read past the end of its table."""
+USUAL_MINUTES = 20.0
+"""The total minutes of a comparison without another budget, unless its use has more."""
 BUDGETS = ("steps", "tokens", "minutes", "total_minutes")
 MAX_PARAMETERS = 10**12
 MEASURED_BYTES = 200_000
@@ -59,14 +53,14 @@ class CompareOptions(LearningOptions):
     parameters: int | None = None
     """Parameters of every model, within 5 %; as many as the first member's recipe has, or as suit `total_minutes`."""
     steps: int | None = None
-    """Optimiser steps of every run (1000 if no other budget is given)."""
+    """Optimiser steps of every run, instead of `total_minutes` (1000 with `sweep`)."""
     tokens: int | None = None
     """Tokens of every run, instead of `steps`."""
     minutes: float | None = None
     """Minutes of training of every run, instead of `steps`: a faster member makes more steps."""
     total_minutes: float | None = None
-    """Minutes of the whole command, instead of `steps`: members train in turns, all by as many steps, at sizes that
-    suit the time and learning rates by width."""
+    """Minutes of the whole command (20, or 30 for long texts): members train in turns, all by as many steps, at sizes
+    that suit the time and learning rates by width."""
     seeds: int | None = None
     """Runs of every member, with seeds from `seed` on; two or more give a spread, and tests of the differences (1, or
     with `total_minutes` more where steps are plenty)."""
@@ -226,11 +220,11 @@ def parse_spec(spec: str) -> tuple[str, str, tuple[tuple[str, int], ...]]:
 
 def planned(members: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], CompareOptions]:
     """Return the members and options of a comparison; the use, if any, chooses missing members and options."""
-    use: Any = options.for_ or (None if members else DEFAULT_USE)
-    chosen = dict(USES[use]) if use else {}
+    use: Any = options.for_ or (None if members else "text")
+    chosen = {"total_minutes": USUAL_MINUTES} | (dict(USES[use]) if use else {})
     members = members or chosen["members"]
     chosen.pop("members", None)
-    if any(getattr(options, name) is not None for name in BUDGETS):
+    if any(getattr(options, name) is not None for name in (*BUDGETS, "sweep", "sweep_steps")):
         chosen.pop("total_minutes", None)
     names = {spec.partition("=")[0] for spec in members}
     changes = {path: value for path, value in chosen.pop("set", {}).items() if path.partition(":")[0] in names}

@@ -37,6 +37,7 @@ from kinformer.lab.evaluation.bits import Windows, streamable
 from kinformer.lab.runs.options import TrainOptions
 from kinformer.lab.tasks.task import TrainingPlan
 from kinformer.lab.training.data_module import DataModule
+from kinformer.lab.training.schedule import seconds_of
 from kinformer.lab.training.settings import Settings
 from kinformer.models.decoder import Decoder
 from kinformer.runtime.errors import KinformerError, marked, require
@@ -121,9 +122,14 @@ def with_neighbours(
     windows = None if context is None else Windows(context=context, overlap=overlap)
     entries = entries_of(keys, IndexedText([held_out], windows, part.source["chunk"], {}), 0, ())
     held_out_keys = (queries for queries, _, _ in entries)
-    if _written(train_plan.path(store).with_suffix(".json"), train_plan)[0] < train_plan.tokens:
-        how = search_words(record["probes"])
-        note(f"neighbours of every token are looked up {how}, once for all runs that ask for as many")
+    missing = train_plan.tokens - _written(train_plan.path(store).with_suffix(".json"), train_plan)[0]
+    if missing:
+        tried = store.float_keys(slice(first, first + min(missing, _BLOCK)))
+        minutes = seconds_of(search.search, tried, record["neighbours"] + 1) * missing / len(tried) / 60
+        note(
+            f"neighbours of every token are looked up {search_words(record['probes'])}, once for all runs that ask for "
+            f"as many: {missing:,} tokens, about {minutes:,.1f} minutes"
+        )
     with progressing(quiet, "looking up neighbours") as progress:
         train = table(store, train_plan, partial(neighbours_without_self, store, search, first, train_plan), progress)
         look_up = partial(neighbours_of, held_out_keys, search, held_out_plan)

@@ -328,7 +328,9 @@ def estimate(
         model = config.build()
     _check(model, length, batch)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    inferred = {dtype: _inference_costs(config, model, batch, length, dtype) for dtype in DTYPES}
+    inferred = {DTYPES[0]: _inference_costs(config, model, batch, length, DTYPES[0])}
+    keeps = any(kind == "state" for kind, _ in inferred[DTYPES[0]])
+    inferred[DTYPES[1]] = _inference_costs(config, model, batch, length, DTYPES[1]) if keeps else {}
     costs = _costs(config, model, batch, length, precision)
     rows = _table(config, model, costs | inferred[torch.float32])
     if config.stack.recomputes:

@@ -173,8 +173,8 @@ class LearningOptions(OfTask, Machine):
     set: Mapping[str, object] = field(default_factory=dict)
     """A change to the recipe, as in `set` layers.*.dropout=0.1; may be given again."""
     tokenizer: str | None = None
-    """bytes, or the path of a tokenizer.json. The default is bytes; training with `minutes`, and translation, train a
-    tokenizer."""
+    """bytes, or the path of a tokenizer.json. The default is bytes; training with `minutes`, translation, and
+    classification of 100 kB or more train a tokenizer."""
     train_tokenizer: int | None = None
     """First train a byte-level tokenizer of N tokens on the training data."""
     holdout: float | None = None

@@ -32,6 +32,7 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
+from kinformer.lab.data.sampling import mix
 from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.answers import LabelMeasurement, classes_of, most_probable, numbers_of, spell_classes
 from kinformer.lab.tasks.evaluation import (
@@ -53,6 +54,7 @@ from kinformer.lab.tasks.texts import (
     spec_of,
     texts_in,
     tokenizer_of,
+    vocabulary_for,
     whole_length,
 )
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, stretch_of_rows
@@ -76,6 +78,17 @@ def open_examples(source: Source, options: ClassifyOptions | ListOpsOptions, cac
         return open_listops(options.examples, options.bounds, cache=cache)
     fields = {"text_field": source.text_field, "label_field": options.label_field}
     return open_labelled(source.spec, cache=cache, tokenizer=source.tokenizer, holdout=source.holdout, **fields)
+
+
+def default_vocabulary(source: Source, options: ClassifyOptions) -> int | None:
+    """Return the size of a new vocabulary for the examples; None for bytes."""
+    return vocabulary_for(int(open_examples(source, options).splits["train"].lengths.sum()))
+
+
+def texts_of(source: Source, options: ClassifyOptions) -> Iterator[str]:
+    """Return the texts of the training split."""
+    train = open_examples(source, options).splits["train"]
+    return (bytes(train.tokens(index)).decode("utf-8", "replace") for index in range(len(train)))
 
 
 def vocab_size(data: Labelled) -> int:
@@ -163,8 +176,12 @@ class LabelledBatch(NamedTuple):
         return LabelledBatch(tokens, valid, self.labels.masked_fill(~here, IGNORED))
 
 
+_LEFT_OUT = 20
+
+
 class Labels(DataModule):
-    """Examples with their classes. Validation: the first ones, of as many tokens as the settings say, 256 at least."""
+    """Examples with their classes. Validation: the first ones, of as many tokens as the settings say, 256 at least.
+    ``left_out``: the share of tokens that a training step leaves out (word dropout, Iyyer et al. 2015)."""
 
     sums = ("nats", "correct")
     by_time = True
@@ -177,8 +194,9 @@ class Labels(DataModule):
         ends: BosEos,
         at_last: bool = False,
         tokenizer: Tokenizer | None = None,
+        left_out: float = 0.0,
     ) -> None:
-        self.data, self.at_last, self.tokenizer = data, at_last, tokenizer
+        self.data, self.at_last, self.tokenizer, self.left_out = data, at_last, tokenizer, left_out
         sizes = settings.batch_size, settings.length, settings.seed
         self.train, self.held_out = (Buckets(data.splits[name], *sizes, ends) for name in ("train", "validation"))
         enough = int(np.searchsorted(np.cumsum(self.held_out.lengths), settings.validation_tokens)) + 1
@@ -189,7 +207,19 @@ class Labels(DataModule):
         return -(-self.examples // self.held_out.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> LabelledBatch:
-        return LabelledBatch.of(self.train.batch(step, rank, world), self.at_last)
+        rows = self.train.batch(step, rank, world)
+        return LabelledBatch.of(self._some(rows, step, rank) if self.left_out else rows, self.at_last)
+
+    def _some(self, rows: Rows, step: int, rank: int) -> Rows:
+        """Return ``rows`` without some tokens. The first and the last token stay, which may be BOS and EOS."""
+        count, time = rows.tokens.shape
+        keys = mix(self.train.seed, _LEFT_OUT, step, np.arange(rank * count, (rank + 1) * count))
+        place, last = np.arange(time), (time if rows.valid is None else rows.valid.sum(1, keepdims=True)) - 1
+        drawn = mix(keys[:, None], place) >= np.uint64(self.left_out * 2**64)
+        stays = (drawn & (place < last)) | (place == 0) | (place == last)
+        valid = place < stays.sum(1, keepdims=True)
+        tokens = np.take_along_axis(rows.tokens, np.argsort(~stays, 1, "stable"), 1)
+        return rows._replace(tokens=np.where(valid, tokens, 0), valid=valid)
 
     def validation(self, rank: int, world: int) -> Iterator[LabelledBatch]:
         for rows in self.held_out.in_order(self.examples):
@@ -206,9 +236,9 @@ class Labels(DataModule):
 
 def training_rows(plan: TrainingPlan) -> Labels:
     """Return the rows of training."""
-    tokenizer = None if isinstance(plan.options, ListOpsOptions) else plan.tokenizer
-    causal = plan.config.protocol is CausalModel
-    return Labels(plan.data, plan.settings, ends_of(plan.config), causal, tokenizer)
+    causal, options = plan.config.protocol is CausalModel, plan.options
+    of_texts = () if isinstance(options, ListOpsOptions) else (plan.tokenizer, options.token_dropout)
+    return Labels(plan.data, plan.settings, ends_of(plan.config), causal, *of_texts)
 
 
 def simple_rules(train: Examples | None, measured: Examples, tokenizer: Tokenizer | None) -> dict[str, float]:

@@ -86,7 +86,6 @@ CLASSIFY = Task(
         missing="the task needs labelled examples; give `data` FOLDER, FILE.csv, FILE.tsv or FILE.jsonl.",
         tokenized=True,
         columns=True,
-        refused={"train_tokenizer": "is for text without labels, not for classify; give `tokenizer`."},
     ),
     evaluation=EvaluationNeeds(refused={"first": "is for text, not for examples; leave it out.", **NO_SEED.refused}),
     generation=Generation(refusal=READS_WHOLE_TEXTS),
@@ -94,6 +93,7 @@ CLASSIFY = Task(
     metrics=(metric.ACCURACY, metric.BITS_PER_LABEL),
     objectives={"classification": "classify:Classification"},
     settings={"batch_size": 32},
+    in_minutes={"token_dropout": 0.1, "set": dict.fromkeys(("dropout", "layers.*.dropout"), 0.1)},
     rivals={"guessing": "the most frequent class", "character_ngrams": "character n-grams with logistic regression"},
     advice="give more `minutes`, `steps` or examples, or begin with a pretrained run by `init`",
     use="kinformer predict {} FILE",
@@ -102,7 +102,8 @@ CLASSIFY = Task(
     embed="texts:embed_texts",
     **implement(
         "classify",
-        "vocab_size row_lengths fit check tell predict open=open_examples data_module=training_rows measure=evaluate",
+        "default_vocabulary vocab_size row_lengths fit check tell predict open=open_examples texts=texts_of "
+        "data_module=training_rows measure=evaluate",
     ),
 )
 MPP = Task(
@@ -388,6 +389,7 @@ RECORDS = (
             refused={**CLASSIFY.evaluation.refused, "data": "ListOps brings its own data; leave it out."}
         ),
         settings={},
+        in_minutes={},
         rivals={"guessing": "the most frequent class"},
         advice="give more `minutes` or `steps`, more `examples`, and a `length` that cuts no expression",
         use="",

@@ -269,11 +269,6 @@ class Task:
         record.__init__(**fields)  # type: ignore[misc]
         return record
 
-    @property
-    def figures(self) -> tuple[Metric, ...]:
-        """Return ``metrics``, by their earlier name."""
-        return self.metrics
-
     def takes(self, config: ModelConfig) -> bool:
         """Return whether models of ``config`` can be trained for this task."""
         return self.models.take(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,23 @@ SPECIAL_TOKENS = 3
 """Ids that a new encoder has for itself: a mask, BOS and EOS."""
 CARRIED = "carried"
 USUAL_COLUMNS = Columns()
+
+
+VOCABULARIES = ((100_000, 1000), (200_000, 2000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
+"""(bytes, tokens): the size of a new vocabulary for this many bytes of text or more."""
+
+
+def vocabulary_for(size: int, tokens: int | None = None) -> int | None:
+    """Return how many tokens a new vocabulary for ``size`` bytes of text has, ``tokens`` if given; None, for bytes, of
+    a short text or without the package tokenizers."""
+    tokens = tokens or max((count for least, count in VOCABULARIES if size >= least), default=None)
+    if tokens is not None and find_spec("tokenizers") is None:
+        note(
+            "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
+            "pip install 'kinformer[text]' gives it a vocabulary."
+        )
+        return None
+    return tokens
 
 
 def open_text(source: Source, options: object, cache: Path | None = None) -> Corpus:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from math import isfinite, lcm, log
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -54,20 +53,18 @@ from kinformer.lab.tasks.evaluation import (
 from kinformer.lab.tasks.next_token import COUNTED_BYTES, NGRAM_CONTEXT, Generated, Sample
 from kinformer.lab.tasks.options import BeamOptions, TranslateEvaluationOptions, TranslateOptions
 from kinformer.lab.tasks.task import GenerationSettings, Source, TrainingPlan
-from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, texts_in, tokenizer_of
+from kinformer.lab.tasks.texts import HeldOut, check_ids, ends_of, spec_of, texts_in, tokenizer_of, vocabulary_for
 from kinformer.lab.training.data_module import DataModule, ObjectiveOutput, map_fields, stretch_of_rows
 from kinformer.lab.training.logging import ACCURACY, BITS_PER_BYTE, BLEU, CHRF
 from kinformer.lab.training.settings import Settings
 from kinformer.runtime.errors import KinformerError, marked, plural, require_finite
 from kinformer.runtime.plugins import import_extra
-from kinformer.runtime.progress import note, note_once
+from kinformer.runtime.progress import note_once
 
 # The pairs, the vocabulary of a new tokenizer, and the part that a run is measured on.
 
 ENDS = 2
 """Ids that a model has for itself: BOS and EOS."""
-VOCABULARIES = ((100_000, 1000), (1_000_000, 4000), (4_000_000, 8000), (100_000_000, 32000))
-"""(bytes, tokens): the size of a vocabulary for this many bytes of text or more, both sides together."""
 OF_NUMBERS = 400
 """The size of a vocabulary of number words, which are made of some sixty pieces."""
 
@@ -84,18 +81,9 @@ def row_lengths(data: Parallel, config: ModelConfig) -> np.ndarray:
 
 
 def default_vocabulary(source: Source, options: TranslateOptions) -> int | None:
-    """Return the size of a new vocabulary; None, for bytes, of a short text or without the package tokenizers."""
-    train = open_parallel(source, options).splits["train"]
-    size = sum(map(len, train.source)) + sum(map(len, train.target))
-    tokens = max((count for least, count in VOCABULARIES if size >= least), default=None)
-    tokens = OF_NUMBERS if source.spec == NUMBER_WORDS else tokens
-    if tokens is not None and find_spec("tokenizers") is None:
-        note(
-            "note: the package 'tokenizers' is not installed, so this is trained on bytes; "
-            "pip install 'kinformer[text]' gives it a vocabulary."
-        )
-        return None
-    return tokens
+    """Return the size of a new vocabulary for both sides of the pairs; None for bytes."""
+    tokens = OF_NUMBERS if source.spec == NUMBER_WORDS else None
+    return vocabulary_for(sum(map(len, texts_of_both(source, options))), tokens)
 
 
 def texts_of_both(source: Source, options: TranslateOptions) -> Iterable[str]:

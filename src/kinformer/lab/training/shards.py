@@ -16,10 +16,10 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from kinformer.lab.training.distributed import Group
 from kinformer.runtime.compiling import is_sharded, local_part
@@ -172,11 +172,11 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _begin(tensor: DTensor) -> int | None:
+def _begin(tensor: Any) -> int | None:
     """Return the number of the first row of this process's part; None where another process has the same."""
     at, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
     assert at is not None
-    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)}
+    dims = {axis: placement.dim for axis, placement in enumerate(tensor.placements) if placement.is_shard()}
     if any(number for axis, number in enumerate(at) if axis not in dims):
         return None
     if not dims:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from kinformer.core.config import Config, describe
 from kinformer.core.contract import CausalMixer, FollowsHeads, ReadsSource, RecomputesKV, undivided
@@ -356,6 +355,8 @@ class _Local:
 
 def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
     """Make DTensors of all parameters, cut as ``division`` says or the same in all processes."""
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in step.named_modules():
         for key, parameter in list(module._parameters.items()):
@@ -375,15 +376,21 @@ def _distribute(step: nn.Module, division: Division, mesh: DeviceMesh) -> None:
 
 def copied(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``x``, which all processes of ``mesh`` have; its gradient is the sum of the processes' gradients."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of the ``y`` of all processes of ``mesh``; the gradient of each summand is the sum's gradient."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def joined(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the ``y`` [..., n] of all processes of ``mesh`` side by side, [..., n * processes]."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     spread = DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
     return spread.redistribute(placements=[Replicate()]).to_local()
