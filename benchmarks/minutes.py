@@ -3,7 +3,8 @@
 Every setting is a line of flags; the first one is what `--minutes` chooses by itself. How fast a step of each is, is
 measured first, in turns; then each makes the steps that fit into the budget at that speed. So the result is that of a
 quiet machine, whatever else it does later, and the settings can be trained one after the other. With --steps all make
-so many instead, which a busy machine can tell apart too.
+so many instead, which a busy machine can tell apart too. With --processor the budget is processor time of a thread, and
+the speed is the median of updates in turns, all in this process: it needs no quiet machine.
 
 The result is written after every setting. A call with --resume and the same --out goes on with it: speeds that it has
 are not measured again, nor settings trained that have their bits. So speeds can be measured on quiet cores (--measure)
@@ -11,6 +12,7 @@ and the settings trained later, on a thread each.
 
     python benchmarks/minutes.py --data book.txt --minutes 1
     python benchmarks/minutes.py --data book.txt --minutes 4 --member local --settings my-settings.txt
+    python benchmarks/minutes.py --data book.txt --minutes 1 --processor --threads 1 --only "4 rows" "4 rows, 3 layers"
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from __future__ import annotations
 import json
 import shlex
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import arguments, kinformer, of_width, prepare, save, sets, show
+from common import arguments, kinformer, medians, of_width, prepare, save, sets, show
+from kinformer.lab.cli.form import parse
+from kinformer.lab.cli.train import Train
+from kinformer.lab.runs.create import open_planner
+from kinformer.lab.runs.minutes import measured_update
+from kinformer.runtime.process import begin_process
 
 RECIPE = "--optimizer muon --lr 5e-3 --precision bf16-mixed --length 128 --batch-size 8"
 
@@ -39,6 +47,7 @@ ZERO = "--set initialisation.residual=zero"
 SQUARED = "--set layers.*.feed_forward.activation=squared_relu"
 LEARNED = f"{RECIPE} {width(128)} --train-tokenizer 4096"
 USUAL = f"{LEARNED} {ROPE}"
+FOUR = f"{USUAL} --batch-size 4 --ema 0.07"
 SETTINGS = {
     "usual": USUAL,
     "learned positions": LEARNED,
@@ -64,6 +73,18 @@ SETTINGS = {
     "down to 0": f"{USUAL} --set training.min_lr_ratio=0",
     "adamw": f"{USUAL} --optimizer adamw --lr 3e-3",
     "dropout": f"{USUAL} --set layers.*.dropout=0.1",
+    "one minute": FOUR,
+    "one minute, exact GELU": f"{FOUR} --set layers.*.feed_forward.activation=gelu",
+    "one minute, squared ReLU": f"{FOUR} {SQUARED}",
+    "one minute, 3 layers": f"{FOUR} --set layers=3",
+    "one minute, scaled embedding": f"{FOUR} --set input.scale=true",
+    "one minute, untied": f"{FOUR} --set head.tied=false",
+    "one minute, parallel": f"{FOUR} --set layers.*.kind=parallel",
+    "one minute, value residual": f"{FOUR} --set layers.*.mixer.value_residual=true",
+    "one minute, one kv head": f"{FOUR} --set layers.*.mixer.projection=grouped "
+    "--set layers.*.mixer.projection.num_kv_heads=1",
+    "one minute, softcap 15": f"{FOUR} --set head.softcap=15",
+    "one minute, constant rate, ema 0.4": f"{FOUR} --schedule constant --ema 0.4",
     "nanoGPT's CPU recipe": "--set dim=128 --set layers.*.feed_forward.hidden_dim=512 --length 64 --batch-size 12 "
     "--optimizer adamw --lr 1e-3 --set training.beta2=0.99",
 }
@@ -86,6 +107,8 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="the text")
     parser.add_argument("--minutes", type=float, default=1.0, help="the budget of every setting")
     parser.add_argument("--steps", type=int, help="of every setting, instead of a budget of time")
+    parser.add_argument("--processor", action="store_true", help="the budget is processor time, not the clock's")
+    parser.add_argument("--seed", type=int, default=0, help="of every setting")
     parser.add_argument("--member", default="gpt", help="a causal member")
     parser.add_argument("--settings", type=Path, help="lines of NAME: FLAGS, instead of those of this file")
     parser.add_argument("--only", nargs="*", help="only the settings of these names")
@@ -99,13 +122,14 @@ def main() -> None:
     found = json.loads(options.out.read_text(encoding="utf-8"))["settings"] if options.resume else {}
     result = {name: found.get(name, {"flags": flags}) for name, flags in settings.items()}
     if not options.steps:
-        measure(options, [each for each in result.values() if "tokens_per_second" not in each])
+        missing = [each for each in result.values() if "tokens_per_second" not in each]
+        (measure_processor if options.processor else measure)(options, missing)
         keep(options, result)
     for name, each in result.items():
         if options.measure or "bits_per_byte" in each:
             continue
         steps = options.steps or (10 if options.quick else steps_in(60 * options.minutes, each))
-        _, bits = trained(options, each["flags"], steps)
+        _, bits = trained(options, f"{each['flags']} --seed {options.seed}", steps)
         each |= {"steps": steps, "bits_per_byte": bits, "threads": torch.get_num_threads()}
         print(f"{name}: {steps} steps, {bits:.4f} bits per byte", flush=True)
         keep(options, result)
@@ -122,17 +146,39 @@ def measure(options: Any, settings: list[dict[str, Any]]) -> None:
             each["tokens_per_second"] = max(each.get("tokens_per_second", 0.0), told["tokens_per_second"])
 
 
+def measure_processor(options: Any, settings: list[dict[str, Any]]) -> None:
+    """How many tokens a second of processor time steps of ``settings`` learn from, in turns in this process."""
+    begin_process()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = {}
+        for each in settings:
+            words = [options.member, "--data", options.data, "--out", f"{folder}/run", *shlex.split(each["flags"])]
+            asked = parse(Train, "Options", words, prog="train", description="")
+            planner, asked = open_planner(asked)
+            update, _ = measured_update(planner.plan(asked), planner.task, "cpu")
+            steps[each["flags"]] = partial(update, 0, 0.0, 0.0)
+        taken = medians(steps, 1 if options.quick else options.rounds or PROBE_STEPS, True)
+    for each in settings:
+        each["tokens_per_second"] = 1000 * tokens_of(each["flags"]) / taken[each["flags"]]
+
+
+def tokens_of(flags: str) -> int:
+    """The tokens of a step."""
+    words = shlex.split(flags)
+    last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
+    return int(last["--length"]) * int(last["--batch-size"])
+
+
 def steps_in(seconds: float, setting: dict[str, Any]) -> int:
     """How many steps of ``setting`` are made meanwhile at the speed that was measured."""
-    words = shlex.split(setting["flags"])
-    last = {word: words[index + 1] for index, word in enumerate(words[:-1])}
-    return int(seconds * setting["tokens_per_second"] / (int(last["--length"]) * int(last["--batch-size"])))
+    return int(seconds * setting["tokens_per_second"] / tokens_of(setting["flags"]))
 
 
 def keep(options: Any, result: dict[str, Any]) -> None:
     """Write what is known so far."""
     budget = {"steps": options.steps} if options.steps else {"minutes": options.minutes}
-    facts = {"member": options.member, "data": Path(options.data).name, **budget, "settings": result}
+    facts = {"member": options.member, "data": Path(options.data).name, **budget, "seed": options.seed}
+    facts |= {"clock": "processor" if options.processor else "wall", "settings": result}
     save(options, "minutes", facts)
 
 

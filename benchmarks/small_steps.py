@@ -2,7 +2,10 @@
 
     as it is              as `kinformer train` computes it: 4 x 128 tokens, 4 layers of dim 128, 4,096 words, Muon
     attention in tiles    short causal rows as long ones are attended to (kernels/attention)
+    GELU by tanh          the activation of the recipe of gpt, which `--minutes` replaces by GELU itself
+    no iterations         Muon's update without its iterations, which shows what they take
 
+The floor is the step's operations in products at the rate of a product of 512 x 512 matrices, measured in turn.
 All are trained from the same weights on the same rows, in turns, in processor time, which other work of the machine
 is not counted in. The first losses are equal to 0.1 %, or they are not timed.
 """
@@ -17,15 +20,22 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import torch
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
 from common import arguments, medians, of_width, prepare, save, show, text_bytes
 from kinformer.kernels import attention
 from kinformer.lab.runs.create import open_planner
 from kinformer.lab.runs.minutes import measured_update
 from kinformer.lab.runs.options import TrainOptions
+from kinformer.lab.training import optimisers
 from kinformer.runtime.process import begin_process
 
-MEMBERS = {"gpt": {"position": "none", "layers.*.mixer.position": "rope"}, "linear-transformer": {}}
+GPT = {"position": "none", "layers.*.mixer.position": "rope", "layers.*.feed_forward.activation": "gelu"}
+MEMBERS = {"gpt": GPT, "linear-transformer": {}}
 WARM_UP = 3
+SIDE = 512
 
 
 @contextmanager
@@ -37,11 +47,33 @@ def in_tiles() -> Iterator[None]:
 
 
 @contextmanager
+def by_tanh() -> Iterator[None]:
+    """Approximate every GELU by tanh."""
+    with mock.patch.object(functional, "gelu", lambda x, approximate: _GELU(x, approximate="tanh")):
+        yield
+
+
+_GELU = functional.gelu
+
+
+@contextmanager
+def without_iterations() -> Iterator[None]:
+    """Move the matrices by their momenta."""
+    with mock.patch.object(optimisers, "orthogonalised", lambda x, *_: x):
+        yield
+
+
+@contextmanager
 def as_it_is() -> Iterator[None]:
     yield
 
 
-WAYS: Mapping[str, Callable[[], object]] = {"as it is": as_it_is, "attention in tiles": in_tiles}
+WAYS: Mapping[str, Callable[[], object]] = {
+    "as it is": as_it_is,
+    "attention in tiles": in_tiles,
+    "GELU by tanh": by_tanh,
+    "no iterations": without_iterations,
+}
 
 
 class Training:
@@ -63,6 +95,12 @@ class Training:
         return float(loss)
 
 
+def product(precision: str) -> Callable[[], torch.Tensor]:
+    """A product of ``2 * SIDE**3`` operations in the type of the steps' products."""
+    x = torch.randn(SIDE, SIDE, dtype=torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+    return lambda: x @ x
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--data", help="the text (Python's own sources)")
@@ -78,8 +116,13 @@ def main() -> None:
                 first = [step() for step in trained.values()]
                 if not all(math.isclose(loss, first[0], rel_tol=1e-3) for loss in first):
                     raise SystemExit(f"{member}, {precision}: the first losses are {first}; not timed.")
-                found = medians({name: partial(step) for name, step in trained.items()}, options.rounds or 60, WARM_UP)
-                rows.append({"member": member, "precision": precision} | found)
+                with FlopCounterMode(display=False) as counter:
+                    trained["as it is"]()
+                steps = {name: partial(step) for name, step in trained.items()} | {"floor": product(precision)}
+                found = medians(steps, options.rounds or 60, WARM_UP)
+                found["floor"] *= counter.get_total_flops() / (2 * SIDE**3)
+                operations = {"gigaflop": counter.get_total_flops() / 1e9}
+                rows.append({"member": member, "precision": precision} | operations | found)
                 show("processor ms of a step", list(rows[0]), [list(row.values()) for row in rows[-1:]])
     facts = {"rows": 4, "length": 128, "dim": 128, "vocab": 4096, "milliseconds": rows}
     save(options, "small_steps", facts)

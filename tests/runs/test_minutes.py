@@ -218,10 +218,14 @@ def test_a_member_has_what_it_needs(book: Path, steps_of: Any) -> None:
     assert chosen(book, member="transformer-xl").options.segments
 
 
-def test_learned_positions_become_rotary(book: Path, steps_of: Any, tmp_path: Path) -> None:
+def test_learned_positions_become_rotary_and_gelu_exact(book: Path, steps_of: Any, tmp_path: Path) -> None:
     steps_of(0.05)
     config = chosen(book).config
     assert positions(config) == ["none", *["rope"] * len(config.layers)]
+    assert {layer.feed_forward.activation for layer in config.layers} == {"gelu"}
+    kept = {"layers.*.feed_forward.activation": "gelu_tanh"}
+    config = chosen(book, out=str(tmp_path / "kept"), set=kept).config
+    assert {layer.feed_forward.activation for layer in config.layers} == {"gelu_tanh"}
     for number, given in enumerate(({"layers.*.mixer.position": "alibi", "position": "none"}, {"position": "timing"})):
         config = chosen(book, out=str(tmp_path / str(number)), set=given).config
         assert positions(config)[0] == given["position"] and "rope" not in positions(config)

@@ -46,13 +46,12 @@ from kinformer.kernels.softmax import (
 from kinformer.runtime.autograd import autocast_together, differentiated_again, no_autocast, transformed
 from kinformer.runtime.compiling import has_triton, substitute
 from kinformer.runtime.errors import KinformerError, plural
-from kinformer.runtime.process import ONEDNN_FROM, by_onednn, is_command, processor_class
+from kinformer.runtime.process import ONEDNN_FROM, by_onednn, processor_class
 
 # The choice of an implementation for a call: the features of each implementation, and the meaning of ``impl="auto"``.
 #
 #     reference   all pairs at once, obvious and slow
-#     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys; in a command, short
-#                 causal rows by torch's kernel in float32
+#     chunked     our own kernels: tiles of a band or of a pattern, one query, few queries or keys, short causal rows
 #     sdpa        torch's ``scaled_dot_product_attention``
 #     flex        torch's FlexAttention, compiled on a GPU
 #     triton      our own kernel of a band for a GPU, with everything that scores are made of
@@ -156,8 +155,8 @@ class Thresholds(NamedTuple):
     little there. From ``long`` queries on, or
     ``narrow_long``, it is faster without a mask; with one it computes every pair. Where oneDNN makes its many small
     products, as it does narrow ones, ours begin sooner over sets of less than ``set_pairs`` pairs in a head, or
-    ``narrow_set_pairs``. Where a command may choose the products, PyTorch's kernel in float32 is the fastest for causal
-    rows of at most ``short_pairs`` pairs in all heads together, or ``short_narrow_pairs``. ``where``: measured on what.
+    ``narrow_set_pairs``. There one product of all pairs is also the fastest for causal rows of at most ``short_pairs``
+    pairs in all heads together, or ``short_narrow_pairs``. ``where``: measured on what.
     """
 
     few_heads: int
@@ -184,7 +183,7 @@ _EPYC = Thresholds(
     set_pairs=1 << 19,
     narrow_set_pairs=sys.maxsize,
     short_pairs=1 << 19,
-    short_narrow_pairs=3 << 17,
+    short_narrow_pairs=1 << 22,
     where="AMD EPYC, two cores, torch 2.13",
 )
 _UNKNOWN = _EPYC._replace(where="not measured, as on the EPYC")
@@ -243,8 +242,8 @@ def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, 
 
 
 def _short(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, width: int | None) -> bool:
-    """Return whether PyTorch's kernel in float32, with its own products, can have the call and is the fastest."""
-    if not is_command() or q.device.type != "cpu" or not by_onednn(q) or torch.compiler.is_compiling():
+    """Return whether one product of all causal pairs can have the call and is the fastest."""
+    if q.device.type != "cpu" or not by_onednn(q) or torch.compiler.is_compiling():
         return False
     time, table = q.shape[2], TABLE[_CPU]
     plain = _plain(visibility, scoring) and scoring.dropout is None and scoring.sink is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +18,6 @@ from kinformer.kernels.block_sparse.plan import Interval
 from kinformer.kernels.softmax import Attended, Scoring, Visibility, query_positions, with_sink
 from kinformer.runtime.autograd import Context, check_reverse, first_order, transformed
 from kinformer.runtime.errors import KinformerError
-from kinformer.runtime.process import few_rows
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -144,20 +142,20 @@ def _widened(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-_NAME = "PyTorch's attention with a sink logit or of short rows"
+_NAME = "PyTorch's attention with a sink logit"
 
 
 def attend_short(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return the output over the causal pairs of rows without a past, on a CPU, in the dtype of q.
+    """Return the output over the causal pairs of rows without a past, on a CPU.
 
-    The kernel multiplies blocks of some rows in float32, each by PyTorch's default product, which starts sooner than
-    oneDNN's (``runtime.process``): also where inputs are narrower, as oneDNN sets up each of their products again. Our
-    tiles could replace this function: delete it when they take less than 1.02 of its time in the rows of gpt in
-    ``small_steps.json`` (``benchmarks/small_steps.py``).
+    All pairs of a call are one product, hidden ones too: PyTorch's kernel and our tiles make many small products, and
+    oneDNN sets up each of them again. Our tiles could replace this function: delete it when they take less than 1.02 of
+    its time in the rows of gpt in ``small_steps.json`` (``benchmarks/small_steps.py``).
     """
-    check_reverse(_NAME, q, k, v)
-    out: Tensor = _ByKernel.apply(q.float(), k.float(), v.float(), None, None, True, scale)
-    return out.to(q.dtype)
+    q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
+    hidden = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(1)
+    likely = torch.baddbmm(hidden, q_rows, k_rows.mT, alpha=scale).softmax(-1)
+    return torch.bmm(likely, v_rows).view(q.shape)
 
 
 def _attend_with_sink(
@@ -175,8 +173,7 @@ def _attend_with_sink(
 
 
 class _ByKernel(torch.autograd.Function):
-    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four; without a sink, of short
-    rows in float32.
+    """The kernel's function of q, k, v and the sink [heads], with the gradient of all four.
 
     The kernel's own backward, given the output O beside the sink and L' for its log-sum-exp, recomputes P = e^(S - L')
     and uses dS = P * (dP - delta), delta = rowsum(dO * O). This is also correct beside a key of value 0: that key has
@@ -189,35 +186,32 @@ class _ByKernel(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        sink: Tensor | None,
+        sink: Tensor,
         mask: Tensor | None,
         causal: bool,
         scale: float,
     ) -> Tensor:
         ctx.causal, ctx.scale = causal, scale
-        with few_rows(q.device) if sink is None else nullcontext():
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-            )
-        if sink is not None:
-            # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
-            lse = lse.to(state_dtype(q.dtype))
-            # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
-            lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
-            total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-            share = (lse - total).exp()[..., None].to(out.dtype)
-            out, lse = out * share if mask is None else torch.where(share > 0, out * share, 0), total
-        ctx.save_for_backward(q, k, v, sink, mask, out, lse)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        # Not `lse.dtype`: while PyTorch 2.11 captures a graph, `lse.dtype` is float32 for operands of any dtype.
+        lse = lse.to(state_dtype(q.dtype))
+        # If the mask hides every slot of a row, L is -inf: the output must be 0, whatever the kernel wrote there.
+        lse = lse.nan_to_num(nan=-torch.inf, neginf=-torch.inf) if mask is not None else lse
+        total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+        share = (lse - total).exp()[..., None].to(out.dtype)
+        out = out * share if mask is None else torch.where(share > 0, out * share, 0)
+        ctx.save_for_backward(q, k, v, sink, mask, out, total)
         return out
 
     @staticmethod
     @first_order(_NAME)
     def backward(ctx: Context, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, mask, out, total = saved
-        with few_rows(q.device) if sink is None else nullcontext():
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
-            )
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, total, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
         dz = None
         if ctx.needs_input_grad[3]:
             delta = (grad * out).sum(-1, dtype=state_dtype(q.dtype))

@@ -386,6 +386,13 @@ def rotated(config: ModelConfig) -> dict[str, str]:
     return {}
 
 
+def with_exact_gelu(config: ModelConfig) -> dict[str, str]:
+    """Return the changes from GELU by tanh to GELU itself, which takes a CPU less time (``small_steps.json``); none for
+    a model with another activation."""
+    activations = {getattr(getattr(layer, "feed_forward", None), "activation", None) for layer in config.layers}
+    return {"layers.*.feed_forward.activation": "gelu"} if activations == {"gelu_tanh"} else {}
+
+
 def position_changes(config: ModelConfig, length: int) -> dict[str, int]:
     """Return the changes after which a model of ``config`` reads ``length`` positions; none if no change suffices."""
     changes: dict[str, int] = {}
@@ -485,6 +492,6 @@ class Chooser(Choosing):
         if self.recipe is not None:
             config = override(self.recipe, dict(self.options.set), kinds())
             changes |= {} if self.has_width() else resized(self.recipe, size.dim)
-            changes |= rotated(config) if member(self.options.member).causal else {}
+            changes |= rotated(config) | with_exact_gelu(config) if member(self.options.member).causal else {}
         task_options |= self.options.task_options
         return replace(self.options, **chosen, task_options=task_options, set={**changes, **self.options.set})
