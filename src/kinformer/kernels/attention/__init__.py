@@ -183,7 +183,7 @@ _EPYC = Thresholds(
     set_pairs=1 << 19,
     narrow_set_pairs=sys.maxsize,
     short_pairs=1 << 19,
-    short_narrow_pairs=1 << 22,
+    short_narrow_pairs=1 << 19,
     where="AMD EPYC, two cores, torch 2.13",
 )
 _UNKNOWN = _EPYC._replace(where="not measured, as on the EPYC")

@@ -153,9 +153,10 @@ def attend_short(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     its time in the rows of gpt in ``small_steps.json`` (``benchmarks/small_steps.py``).
     """
     q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
-    hidden = q.new_full((q.shape[2], k.shape[2]), -torch.inf).triu_(1)
-    likely = torch.baddbmm(hidden, q_rows, k_rows.mT, alpha=scale).softmax(-1)
-    return torch.bmm(likely, v_rows).view(q.shape)
+    wide = state_dtype(q.dtype)  # as everywhere, scores are not rounded to 16 bits
+    hidden = q.new_full((q.shape[2], k.shape[2]), -torch.inf, dtype=wide).triu_(1)
+    likely = torch.baddbmm(hidden, q_rows.to(wide), k_rows.to(wide).mT, alpha=scale).softmax(-1)
+    return torch.bmm(likely.to(v.dtype), v_rows).view(q.shape)
 
 
 def _attend_with_sink(
