@@ -82,27 +82,30 @@ class Fusion:
     def _with_chains(self, calls: list[Call]) -> list[Call]:
         """Return ``calls`` with each stretch of calls in C as one chain, and behind it the views of its results. Calls
         that need no result of it move before it."""
-        first = next((place for place, call in enumerate(calls) if call.operator in _IN_C), len(calls))
-        done, stretch, views, rest = calls[:first], calls[first : first + 1], [], []
-        # The results of the stretch and their views, by the result that they are part of.
-        inside = {number: number for call in stretch for number in call.results}
-        for place, call in enumerate(calls[first + 1 :], first + 1):
-            read = {inside[number] for number in _read(call) if number in inside}
-            if call.operator in _IN_C and self._result(call).dtype == self._result(stretch[0]).dtype:
-                stretch.append(call)
-                inside |= zip(call.results, call.results, strict=True)
-            elif len(read) == 1 and self._is_view(call, *read):
-                views.append(call)
-                inside |= dict.fromkeys(call.results, *read)
-            elif read or call.operator in _IN_C or call.operator._schema.is_mutable:
-                rest = calls[place:]
-                break
-            else:
-                done.append(call)
-        if not stretch:
-            return done
-        chain = self._chain(stretch, inside, self._outputs.union(*map(_read, rest)))
-        return [*done, *chain, *views, *self._with_chains(rest)]
+        made: list[Call] = []
+        while calls:
+            stretch: list[Call] = []
+            views: list[Call] = []
+            rest: list[Call] = []
+            inside: dict[int, int] = {}  # the stretch's results and their views, by the result that they are part of
+            for place, call in enumerate(calls):
+                read = {inside[number] for number in _read(call) if number in inside}
+                in_c = call.operator in _IN_C
+                if in_c and (not stretch or self._result(call).dtype == self._result(stretch[0]).dtype):
+                    stretch.append(call)
+                    inside |= zip(call.results, call.results, strict=True)
+                elif len(read) == 1 and self._is_view(call, *read):
+                    views.append(call)
+                    inside |= dict.fromkeys(call.results, *read)
+                elif stretch and (read or in_c or call.operator._schema.is_mutable):
+                    rest = calls[place:]
+                    break
+                else:
+                    made.append(call)
+            if stretch:
+                made += [*self._chain(stretch, inside, self._outputs.union(*map(_read, rest))), *views]
+            calls = rest
+        return made
 
     def _result(self, call: Call) -> Tensor:
         return self._results[call.results[0]]
