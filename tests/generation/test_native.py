@@ -86,7 +86,7 @@ def attended(*arguments):
     q, v = tensors[0], tensors[2]
     results = [*tensors, q.new_empty(*q.shape[:3], v.shape[3])]
     call = Call(attend, (*map(Ref, range(7)), *arguments[7:]), (7,))
-    calls = Fusion([call], [Ref(7)], results, captured := []).calls()
+    calls = Fusion([call], [Ref(7)], results, captured := [], set()).calls()
     return compile_calls(calls, 7, len(captured), [Ref(7)])(*tensors, *captured)[0]
 
 
@@ -157,6 +157,19 @@ def test_recorded_steps_run_in_c_and_are_near_float64(weights, limit, batch, cha
     names = operators(session)
     assert names.count("kinformer_step::chain") == 1
     assert not {"aten::rms_norm", "aten::silu", "aten::scaled_dot_product_attention", "aten::cat"} & set(names)
+
+
+@pytest.mark.parametrize("member", ["transformer-xl", "gtrxl", "shaw", "da-transformer"])
+def test_products_over_past_slots_grow_with_them(member):
+    """Transformer-XL projects the distance of every slot; a chain has fixed shapes, so this product stays outside."""
+    model = packed(kinformer.build(member, recipe="tiny").eval())
+    text, drawn = torch.randint(model.vocab_size, (1, 3)), []
+    for recorded in (True, False):
+        session = Session(model, 1, temperature=0, room=64, recorded=recorded)
+        session.feed(text)
+        drawn.append(torch.stack([session.step() for _ in range(40)]))
+        assert (session._stepping.running is not None) == recorded
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,7 +29,6 @@ _BEFORE = (
     (0, ("gelu", "x", "how")),
 )
 _GELUS = {None: 0, "tanh": 8, "none": 12}
-_IN_C = (native.product, native.attend)
 _PART = torch.ops.aten.as_strided.default
 _DTYPES = {torch.int8: 1, torch.float32: 6, torch.bfloat16: 15}
 # A pattern is an operator's name and the patterns of its arguments ("" for a list), a variable's name, or a value.
@@ -40,12 +39,18 @@ _FAR = ("cat", ("", *_WAVES, "rest"), -1)
 
 class Fusion:
     """The ``calls`` of a tape with the results ``outputs``; ``results``: the tensors of references from 0 on;
-    ``captured``: the tensors of all other references. Constants are added to ``captured``."""
+    ``captured``: the tensors of all other references. Constants are added to ``captured``. ``grown``: the numbers of
+    results whose shapes follow the number of past slots; calls with such results stay, as a chain has fixed shapes."""
 
     def __init__(
-        self, calls: Sequence[Call], outputs: Sequence[Any], results: Sequence[Tensor], captured: list[Tensor]
+        self,
+        calls: Sequence[Call],
+        outputs: Sequence[Any],
+        results: Sequence[Tensor],
+        captured: list[Tensor],
+        grown: set[int],
     ):
-        self._old, self._results, self._captured = calls, results, captured
+        self._old, self._results, self._captured, self._grown = calls, results, captured, grown
         self._ref, self._numbers = type(outputs[0]), count(len(results))
         self._none = self._constant(native.NONE)
         self._made = {number: call for call in calls for number in call.results}
@@ -61,7 +66,7 @@ class Fusion:
         """Return fewer calls with the same results to within rounding."""
         calls: list[Call] = []
         for call in self._old:
-            if call.operator is native.product:
+            if call.operator is native.product and self._in_c(call):
                 call = self._with_inputs(call)
             elif _name(call) == "add":
                 call = self._with_residual(call)
@@ -90,7 +95,7 @@ class Fusion:
             inside: dict[int, int] = {}  # the stretch's results and their views, by the result that they are part of
             for place, call in enumerate(calls):
                 read = {inside[number] for number in _read(call) if number in inside}
-                in_c = call.operator in _IN_C
+                in_c = self._in_c(call)
                 if in_c and (not stretch or self._result(call).dtype == self._result(stretch[0]).dtype):
                     stretch.append(call)
                     inside |= zip(call.results, call.results, strict=True)
@@ -106,6 +111,9 @@ class Fusion:
                 made += [*self._chain(stretch, inside, self._outputs.union(*map(_read, rest))), *views]
             calls = rest
         return made
+
+    def _in_c(self, call: Call) -> bool:
+        return call.operator in (native.product, native.attend) and call.results[0] not in self._grown
 
     def _result(self, call: Call) -> Tensor:
         return self._results[call.results[0]]
@@ -193,7 +201,8 @@ class Fusion:
         first, second, alpha = call.arguments
         for y, residual in ((first, second), (second, first)):
             made = self._maker(y)
-            if made is None or made.operator is not native.product or alpha != 1 or not _is_ref(residual):
+            product = made is not None and made.operator is native.product and self._in_c(made)
+            if not product or alpha != 1 or not _is_ref(residual):
                 continue
             arguments = list(made.arguments)
             plain = self._is_plain(residual, self._tensor(y)) and self._tensor(residual).shape == self._tensor(y).shape

@@ -277,7 +277,12 @@ def simplify(
         shorter.append(call._replace(arguments=arguments))
     refs = [same.get(ref, ref) for ref in outputs]
     if is_native():
-        shorter = Fusion(shorter, refs, tape.results, captured).calls()
+        grown = {
+            number
+            for number, same_results in enumerate(zip(*(one.results for one in tapes), strict=True))
+            if len({result.shape for result in same_results}) > 1
+        }
+        shorter = Fusion(shorter, refs, tape.results, captured, grown).calls()
     shorter = without_unused(shorter, {ref.number for ref in refs})
     needed = dict.fromkeys([*_flat(list(shorter), Ref), *refs])
     stored = [ref for ref in needed if ref.number < 0]

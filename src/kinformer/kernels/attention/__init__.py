@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.functional import pad
 
 from kinformer.core.attention_state import Quantized
@@ -243,7 +244,8 @@ def _flex_pays(q: Tensor, visibility: Visibility, scoring: Scoring, slots: int, 
 
 def _short(q: Tensor, k: Tensor, visibility: Visibility, scoring: Scoring, width: int | None) -> bool:
     """Return whether one product of all causal pairs can have the call and is the fastest."""
-    if q.device.type != "cpu" or not by_onednn(q) or torch.compiler.is_compiling():
+    # An estimate, which runs on fake tensors, goes on from few rows to many, so it counts tiles.
+    if q.device.type != "cpu" or not by_onednn(q) or torch.compiler.is_compiling() or is_fake(q):
         return False
     time, table = q.shape[2], TABLE[_CPU]
     plain = _plain(visibility, scoring) and scoring.dropout is None and scoring.sink is None

@@ -319,7 +319,8 @@ def estimate(
     first reads sources of ``length`` tokens.
 
     Training memory is weights, gradients and optimiser state in float32, and activations; with ``bf16-mixed`` the
-    activations include the bfloat16 copies of the weights that autocast keeps. Where the stack recomputes layers,
+    activations include the bfloat16 copies of the weights that autocast keeps. The probabilities that short causal rows
+    keep on a CPU, at most 3 MiB a layer, are left out. Where the stack recomputes layers,
     activations are the most bytes alive at once, and a step's FLOPs include the recomputation. Inference memory is
     weights and the state after ``length`` tokens, in float32, or with ``bf16-mixed`` in bfloat16 (sums stay float32).
     """

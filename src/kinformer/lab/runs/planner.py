@@ -107,11 +107,9 @@ def _task_of_lines(options: TrainOptions) -> str | None:
 
 def planner_for(options: TrainOptions, task: Task, spec: str, base: Run | None = None) -> Planner:
     """Return the planner of ``task`` on the data that ``spec`` names, with the tokenizer that ``options`` ask for."""
-    tokenizer = _tokenizer_for(options, task, Source(spec, options.holdout, None), base)
-    data = task.open(
-        Source(spec, options.holdout, tokenizer, options.text_field, frozenset(options.task_options), base),
-        options_for(task, "Options", options.task_options),
-    )
+    source = Source(spec, options.holdout, None, options.text_field, frozenset(options.task_options), base)
+    tokenizer = _tokenizer_for(options, task, source, base)
+    data = task.open(source._replace(tokenizer=tokenizer), options_for(task, "Options", options.task_options))
     return Planner(task, data, tokenizer, base, spec)
 
 
