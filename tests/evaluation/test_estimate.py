@@ -87,6 +87,9 @@ NARROW_CONFIGS = [CONFIGS[name] for name in NARROW.values()]
 each_narrow = pytest.mark.parametrize("config", NARROW_CONFIGS, ids=NARROW.values())
 
 
+IN_TILES = {name: entry._replace(short_pairs=0, short_narrow_pairs=0) for name, entry in TABLE.items()}
+
+
 @cache
 def estimated(config, *, length, batch=1, precision="fp32"):
     """The estimate; that in bfloat16 follows at once where a test needs it, and does not measure float32 again."""
@@ -110,14 +113,13 @@ def saved_bytes(config, batch, length, autocast=False):
     """Bytes of the distinct storages, other than parameters, that autograd keeps for the backward of attention in
     tiles: an estimate leaves out the probabilities of short rows, at most 3 MiB a layer."""
     storages = {}
-    in_tiles = {name: entry._replace(short_pairs=0, short_narrow_pairs=0) for name, entry in TABLE.items()}
 
     def keep(tensor):
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with (
-        patch.dict(TABLE, in_tiles),
+        patch.dict(TABLE, IN_TILES),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),
     ):
