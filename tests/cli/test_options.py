@@ -174,7 +174,7 @@ ZERO_MEANS = {
     "temperature", "action_temperature", "overlap", "sweep", "tolerance", "cloning_steps", "return_weight", "discount",
     "gae_lambda", "clip_ratio", "kl_stop", "entropy_weight", "value_weight", "smoothing", "label_smoothing",
     "length_penalty", "local_views", "teacher_momentum", "rows", "port", "max_waiting", "plateau_patience", "alpha",
-    "beta", "restarts", "env_processes", "token_dropout",
+    "beta", "restarts", "env_processes",
 }  # fmt: skip
 """Options of which 0 is a value like others, or switches something off."""
 

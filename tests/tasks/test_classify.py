@@ -66,27 +66,6 @@ def test_the_label_of_a_causal_row_stands_at_its_last_token(labelled):
     assert (batch.labels != IGNORED).sum() == 3
 
 
-def test_a_step_leaves_tokens_out_anew_and_a_validation_none(labelled):
-    """Rows keep their order and their ends, and do not depend on the number of processes."""
-    data = open_labelled(str(labelled))
-    settings = classify.Settings(batch_size=8, length=16, steps=1, validation_tokens=32)
-    whole, some = (classify.Labels(data, settings, BosEos(300, 301), left_out=share) for share in (0.0, 0.4))
-    stayed = 0
-    for step in range(20):
-        full, batch = whole.batch(step, 0, 1), some.batch(step, 0, 1)
-        halves = [some.batch(step, rank, 2).tokens for rank in (0, 1)]
-        assert torch.equal(torch.cat(halves), batch.tokens) and torch.equal(batch.labels, full.labels)
-        for row in range(8):
-            text, rest = full.tokens[row][full.valid[row]].tolist(), batch.tokens[row][batch.valid[row]].tolist()
-            assert (rest[0], rest[-1]) == (300, 301) and not batch.tokens[row][~batch.valid[row]].any()
-            letters = iter(text)
-            assert all(token in letters for token in rest)
-            stayed += (len(rest) - 2) / (len(text) - 2) / 160
-    assert 0.55 < stayed < 0.65
-    held_out = zip(whole.validation(0, 1), some.validation(0, 1), strict=True)
-    assert all(torch.equal(one.tokens, other.tokens) for one, other in held_out)
-
-
 def test_a_causal_member_passes_the_battery_of_tasks(labelled):
     report = verify_task(
         lambda: TASK,

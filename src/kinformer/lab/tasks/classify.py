@@ -32,7 +32,6 @@ from kinformer.core.stack import ModelConfig
 from kinformer.lab.data import IGNORED, BosEos, Buckets, Examples, Labelled, Rows, Tokenizer, open_labelled
 from kinformer.lab.data.labelled import TextItem, TextSource, refuse_empty
 from kinformer.lab.data.listops import open_listops, read
-from kinformer.lab.data.sampling import mix
 from kinformer.lab.tables import PredictionTable
 from kinformer.lab.tasks.answers import LabelMeasurement, classes_of, most_probable, numbers_of, spell_classes
 from kinformer.lab.tasks.evaluation import (
@@ -176,12 +175,8 @@ class LabelledBatch(NamedTuple):
         return LabelledBatch(tokens, valid, self.labels.masked_fill(~here, IGNORED))
 
 
-_LEFT_OUT = 20
-
-
 class Labels(DataModule):
-    """Examples with their classes. Validation: the first ones, of as many tokens as the settings say, 256 at least.
-    ``left_out``: the share of tokens that a training step leaves out (word dropout, Iyyer et al. 2015)."""
+    """Examples with their classes. Validation: the first ones, of as many tokens as the settings say, 256 at least."""
 
     sums = ("nats", "correct")
     by_time = True
@@ -194,9 +189,8 @@ class Labels(DataModule):
         ends: BosEos,
         at_last: bool = False,
         tokenizer: Tokenizer | None = None,
-        left_out: float = 0.0,
     ) -> None:
-        self.data, self.at_last, self.tokenizer, self.left_out = data, at_last, tokenizer, left_out
+        self.data, self.at_last, self.tokenizer = data, at_last, tokenizer
         sizes = settings.batch_size, settings.length, settings.seed
         self.train, self.held_out = (Buckets(data.splits[name], *sizes, ends) for name in ("train", "validation"))
         enough = int(np.searchsorted(np.cumsum(self.held_out.lengths), settings.validation_tokens)) + 1
@@ -207,19 +201,7 @@ class Labels(DataModule):
         return -(-self.examples // self.held_out.batch_size)
 
     def batch(self, step: int, rank: int, world: int) -> LabelledBatch:
-        rows = self.train.batch(step, rank, world)
-        return LabelledBatch.of(self._some(rows, step, rank) if self.left_out else rows, self.at_last)
-
-    def _some(self, rows: Rows, step: int, rank: int) -> Rows:
-        """Return ``rows`` without some tokens. The first and the last token stay, which may be BOS and EOS."""
-        count, time = rows.tokens.shape
-        keys = mix(self.train.seed, _LEFT_OUT, step, np.arange(rank * count, (rank + 1) * count))
-        place, last = np.arange(time), (time if rows.valid is None else rows.valid.sum(1, keepdims=True)) - 1
-        drawn = mix(keys[:, None], place) >= np.uint64(self.left_out * 2**64)
-        stays = (drawn & (place < last)) | (place == 0) | (place == last)
-        valid = place < stays.sum(1, keepdims=True)
-        tokens = np.take_along_axis(rows.tokens, np.argsort(~stays, 1, "stable"), 1)
-        return rows._replace(tokens=np.where(valid, tokens, 0), valid=valid)
+        return LabelledBatch.of(self.train.batch(step, rank, world), self.at_last)
 
     def validation(self, rank: int, world: int) -> Iterator[LabelledBatch]:
         for rows in self.held_out.in_order(self.examples):
@@ -236,9 +218,9 @@ class Labels(DataModule):
 
 def training_rows(plan: TrainingPlan) -> Labels:
     """Return the rows of training."""
-    causal, options = plan.config.protocol is CausalModel, plan.options
-    of_texts = () if isinstance(options, ListOpsOptions) else (plan.tokenizer, options.token_dropout)
-    return Labels(plan.data, plan.settings, ends_of(plan.config), causal, *of_texts)
+    tokenizer = None if isinstance(plan.options, ListOpsOptions) else plan.tokenizer
+    causal = plan.config.protocol is CausalModel
+    return Labels(plan.data, plan.settings, ends_of(plan.config), causal, tokenizer)
 
 
 def simple_rules(train: Examples | None, measured: Examples, tokenizer: Tokenizer | None) -> dict[str, float]:

@@ -118,15 +118,11 @@ class MaskPredictionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassifyOptions(Checked):
+class ClassifyOptions:
     """Options of training on classification."""
 
     label_field: str | None = None
     """The column or field with the class, in a table whose columns are not called label and text."""
-    token_dropout: float = 0.0
-    """The share of the tokens of a text that a training step leaves out, drawn anew in every step."""
-
-    SHARES = {"token_dropout": "[0, 1)"}
 
 
 @dataclass(frozen=True, kw_only=True)
