@@ -26,7 +26,7 @@ from kinformer.runtime.compiling import trusted_arguments
 from ..members import CAUSAL, TINY, one_layer
 from ..serving.conftest import exhaust, request
 from .conftest import tiny
-from .test_recorded import CHANGES, IN_PYTHON, ready, session
+from .test_recorded import CHANGES, IN_PYTHON, ready, session, stepped_beside
 
 
 @pytest.fixture
@@ -55,15 +55,7 @@ def running(made):
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_captured_steps_are_the_models_own(name, captures):
-    torch.manual_seed(0)
-    model = one_layer(TINY[name]).build().eval()
-    prompt = torch.randint(model.vocab_size, (2, 24))
-    ours, expected = session(model, prompt), session(model, prompt, recorded=False)
-    for step in range(20):  # beyond the window and the reserved room
-        if step == 12:
-            ours._stepping.record_at = 0
-        assert torch.equal(ours.step(), expected.step())
-        torch.testing.assert_close(ours._logits, expected._logits, atol=1e-5, rtol=1e-5)
+    ours, expected = stepped_beside(name)
     assert running(ours) == (name not in IN_PYTHON)
     with torch.inference_mode():
         state = ours._stepping.settled(ours._state)

@@ -55,8 +55,8 @@ def session(model, prompt, recorded=True, room=12):
     return made
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_recorded_steps_are_the_models_own(name):
+def stepped_beside(name):
+    """Return a session of a member with recorded steps and one without, after the same tokens and logits."""
     torch.manual_seed(0)
     model = one_layer(TINY[name]).build().eval()
     prompt = torch.randint(model.vocab_size, (2, 24))
@@ -66,6 +66,12 @@ def test_recorded_steps_are_the_models_own(name):
             ours._stepping.record_at = 0
         assert torch.equal(ours.step(), expected.step())
         torch.testing.assert_close(ours._logits, expected._logits, atol=1e-5, rtol=1e-5)
+    return ours, expected
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_recorded_steps_are_the_models_own(name):
+    ours, expected = stepped_beside(name)
     assert (ours._stepping.running is not None) == (name not in IN_PYTHON)
     assert expected._stepping.running is None
     with torch.inference_mode():

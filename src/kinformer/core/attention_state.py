@@ -133,7 +133,7 @@ class ReservedSlots(ReservedState):
         return views, self.open(views, self._state.seen + time), self._slots.full
 
     def relaid(self, slots: SlotRange) -> Self:
-        """Return the state in buffers of its own. The last of its past slots become ``slots``, the others are 0."""
+        """Return a copy of the state in new buffers, with its last past slots at ``slots`` and zeros elsewhere."""
         size, end = slots.stop + slots.room, self._slots.stop
         buffers = [leaf.new_zeros(*leaf.shape[:2], size, leaf.shape[3]) for leaf in self._state[:-1]]
         for buffer, leaf in zip(buffers, self._state[:-1], strict=True):

@@ -50,7 +50,7 @@ class Relative(NamedTuple):
 
 
 class Position(nn.Module):
-    """The hooks through which an encoding of positions enters; a hook that is not overridden does not have an effect.
+    """The hooks through which an encoding of positions enters; by default a hook changes nothing.
 
     ``max_length`` is the number of positions with an encoding, or None for an encoding of every position. ``shared``:
     the paper has one encoding for all layers, so layers of equal ``config`` use one module, which the model owns.

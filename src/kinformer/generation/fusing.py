@@ -201,8 +201,8 @@ class Fusion:
         first, second, alpha = call.arguments
         for y, residual in ((first, second), (second, first)):
             made = self._maker(y)
-            product = made is not None and made.operator is native.product and self._in_c(made)
-            if not product or alpha != 1 or not _is_ref(residual):
+            can_join = made is not None and made.operator is native.product and self._in_c(made)
+            if not can_join or alpha != 1 or not _is_ref(residual):
                 continue
             arguments = list(made.arguments)
             plain = self._is_plain(residual, self._tensor(y)) and self._tensor(residual).shape == self._tensor(y).shape
