@@ -70,7 +70,7 @@ S = TypeVar("S", bound=ModelSpec)
 
 class _Ledger(TorchDispatchMode):
     """The ledger of saved storages and, as a mode, of FLOPs, each booked on the part that computes at the time.
-    ``FlopCounterMode`` has the same total and takes half as long again, because it also keeps a table of modules."""
+    ``FlopCounterMode`` has the same total, but it also keeps a table of modules, which takes time at every call."""
 
     def __init__(self, model: nn.Module, direction: str = "forward") -> None:
         super().__init__()
